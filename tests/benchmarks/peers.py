@@ -280,6 +280,7 @@ def ours_settings(task: Task) -> list[str]:
         f"data.train={task.problems}",
         "run.resume=never",
         "rewards.functions=['peers:Replay']",
+        "heldout.score=correctness",
         f"rewards.settings={{'peers:Replay': {replay}}}",
         f"grpo.prompts_per_step={task.prompts}",
         f"grpo.num_generations={GROUP}",

@@ -157,7 +157,11 @@ def test_bench_health_names_the_warning_of_a_wrong_run(run_here: Callable[..., s
 
 def test_bench_observers_compares_steps_with_and_without(policy: Path) -> None:
     # Steps that sleep, so that several are left to measure, however slowly the page starts.
-    slow = ["rewards.functions=['reward_spies:wait']", "rewards.settings={'reward_spies:wait': {seconds: 0.5}}"]
+    slow = [
+        "rewards.functions=['reward_spies:wait']",
+        "heldout.score=correctness",
+        "rewards.settings={'reward_spies:wait': {seconds: 0.5}}",
+    ]
     sizes = ["--rounds", 1, "--steps", 12, "--trackers", "tensorboard", f"model.path={policy}", *SMALL_RUN, *slow]
     text = run("bench_observers.py", *sizes)  # on a cluster of its own, whose workers are forked from warm servers
     off, on = (numbers(rf"\b{name} +step ([\d.]+) s +processor ([\d.]+) ms", text) for name in ("off", "on"))

@@ -85,6 +85,7 @@ def test_non_finite_steps_are_skipped_and_too_many_stop_the_run(small_run: Calla
 def test_same_error_at_the_same_step_ends_the_run(small_run: Callable[..., Any]) -> None:
     settings = [
         "rewards.functions=['reward_spies:fail_always']",
+        "heldout.score=correctness",
         "rewards.settings={'reward_spies:fail_always': {step: 2}}",
     ]
     with pytest.raises(TrainingError, match=r"same error at step 2") as caught:

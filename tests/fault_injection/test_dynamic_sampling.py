@@ -16,7 +16,7 @@ from grpo_ray.resilience.chaos import Fault
 def test_dynamic_sampling_run_killed_or_alone_uses_problems_once(small_run: Callable[..., Any]) -> None:
     settings = [
         "grpo.dynamic_sampling=2", "grpo.max_steps=6", "grpo.save_steps=2", "data.limit=18", "data.heldout_limit=4",
-        "rewards.functions=['reward_spies:half_signal']", "run.max_failures=9",
+        "rewards.functions=['reward_spies:half_signal']", "heldout.score=correctness", "run.max_failures=9",
     ]  # fmt: skip
     _, folder = small_run("whole", *settings)
     whole = outcome_of(folder)

@@ -23,7 +23,12 @@ def test_one_step_off_policy_run_killed_equals_run_without_faults(small_run: Cal
     # Checkpoints at steps 3, 6 and 9. In step 4 the engine is killed while its thread generates for step 5.
     faults = [Fault("kill-backward", 2, 1), Fault("kill-generation", 4, 0), Fault("exception", 8, 1)]
     # A reward with signal in every group, and a trust region so narrow that weights one step newer are outside.
-    settings = [*OFF_POLICY, "rewards.functions=['reward_spies:vary']", "grpo.epsilon=0.001"]
+    settings = [
+        *OFF_POLICY,
+        "rewards.functions=['reward_spies:vary']",
+        "heldout.score=correctness",
+        "grpo.epsilon=0.001",
+    ]
     whole, killed = (
         outcome(small_run, name, struck, *settings) for name, struck in (("whole", []), ("killed", faults))
     )
@@ -70,6 +75,11 @@ def test_one_step_off_policy_run_resumed_uses_problems_once(policy: Path, tmp_pa
 
 @pytest.mark.slow
 def test_one_step_off_policy_run_without_sync_raises(small_run: Callable[..., Any]) -> None:
-    settings = [*OFF_POLICY, "rewards.functions=['reward_spies:freeze_a_layer']", "run.max_failures=0"]
+    settings = [
+        *OFF_POLICY,
+        "rewards.functions=['reward_spies:freeze_a_layer']",
+        "heldout.score=correctness",
+        "run.max_failures=0",
+    ]
     with pytest.raises(TrainingError, match="SyncError"):
         small_run("frozen", *settings)

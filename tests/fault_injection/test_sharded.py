@@ -14,7 +14,8 @@ from small_runs import assert_near, rows_of, same_weights, small_settings, weigh
 LONG = 900.0
 """Time limit for an event on a busy machine, seconds."""
 SETTINGS = [
-    "rewards.functions=['reward_spies:vary']", "grpo.learning_rate=1e-4", "grpo.lr_scheduler_type=constant",
+    "rewards.functions=['reward_spies:vary']", "heldout.score=correctness",
+    "grpo.learning_rate=1e-4", "grpo.lr_scheduler_type=constant",
     "grpo.max_steps=5", "grpo.save_steps=1", "run.keep_checkpoints=9",
 ]  # fmt: skip
 

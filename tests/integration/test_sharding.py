@@ -13,6 +13,7 @@ from grpo_ray.resilience.chaos import Fault
 SHARDED = "cluster.shard_learner=true"
 SETTINGS = [
     "rewards.functions=['reward_spies:vary']",
+    "heldout.score=correctness",
     "grpo.learning_rate=1e-4",
     "grpo.prompts_per_step=4",
     "grpo.max_steps=3",
@@ -38,7 +39,13 @@ def test_sharded_run_resumes_bit_for_bit_and_only_sharded(small_run: Callable[..
 @pytest.mark.parametrize("spy", ["withhold_a_layer", "freeze_a_layer"])
 def test_sharded_run_with_a_broken_sync_stops(small_run: Callable[..., Any], spy: str) -> None:
     with pytest.raises(TrainingError, match="SyncError"):
-        small_run(spy.replace("_", "-"), SHARDED, f"rewards.functions=['reward_spies:{spy}']", "grpo.max_steps=20")
+        small_run(
+            spy.replace("_", "-"),
+            SHARDED,
+            f"rewards.functions=['reward_spies:{spy}']",
+            "heldout.score=correctness",
+            "grpo.max_steps=20",
+        )
 
 
 @pytest.mark.slow

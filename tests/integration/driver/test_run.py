@@ -336,14 +336,24 @@ def test_run_from_another_runs_checkpoint_begins_with_its_policy_and_epochs(
 
 def test_sync_with_a_stale_layer_stops_the_run(small_run: Callable[..., Any]) -> None:
     with pytest.raises(TrainingError, match=r"SyncError.*does not hold the learner's weights") as caught:
-        small_run("frozen", "rewards.functions=['reward_spies:freeze_a_layer']", "grpo.max_steps=20")
+        small_run(
+            "frozen",
+            "rewards.functions=['reward_spies:freeze_a_layer']",
+            "heldout.score=correctness",
+            "grpo.max_steps=20",
+        )
     assert len(str(caught.value).splitlines()) == 2
 
 
 @pytest.mark.slow
 def test_sync_without_a_layer_stops_the_run(small_run: Callable[..., Any]) -> None:
     with pytest.raises(TrainingError, match=r"SyncError.*of the engine's") as caught:
-        small_run("withheld", "rewards.functions=['reward_spies:withhold_a_layer']", "grpo.max_steps=20")
+        small_run(
+            "withheld",
+            "rewards.functions=['reward_spies:withhold_a_layer']",
+            "heldout.score=correctness",
+            "grpo.max_steps=20",
+        )
     assert len(str(caught.value).splitlines()) == 2
 
 
@@ -375,7 +385,11 @@ def test_real_problems_are_trained_on(small_run: Callable[..., Any], real_proble
 
 @pytest.mark.slow
 def test_resume_best_takes_the_later_steps_again(small_run: Callable[..., Any]) -> None:
-    settings = ["rewards.functions=['reward_spies:falling']", "run.best_metric=reward/falling_mean"]
+    settings = [
+        "rewards.functions=['reward_spies:falling']",
+        "heldout.score=correctness",
+        "run.best_metric=reward/falling_mean",
+    ]
     _, folder = small_run("best", "grpo.max_steps=4", *settings)
     # The checkpoint of step 2 is the best and that of step 4 the latest.
     again, _ = small_run("best", "grpo.max_steps=6", "run.resume=best", *settings)

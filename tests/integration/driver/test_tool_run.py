@@ -147,8 +147,8 @@ def test_killed_run_with_a_tool_ends_with_the_same_weights(
 @pytest.mark.slow
 def test_sync_without_a_layer_stops_a_run_with_a_tool(cluster: None, tool_policy: Path, tmp_path: Path) -> None:
     with pytest.raises(TrainingError, match=r"SyncError.*of the engine's"):
-        spoilt = "rewards.functions=['reward_spies:withhold_a_layer']"
-        train("withheld", tmp_path, tool_policy, *TOOLS, spoilt, "run.max_failures=0", "grpo.learning_rate=1e-3")
+        spoilt = ["rewards.functions=['reward_spies:withhold_a_layer']", "heldout.score=correctness"]
+        train("withheld", tmp_path, tool_policy, *TOOLS, *spoilt, "run.max_failures=0", "grpo.learning_rate=1e-3")
 
 
 OPTIONS = {

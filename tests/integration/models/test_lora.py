@@ -216,7 +216,7 @@ def test_lora_run_is_saved_resumed_measured_and_exported(
     assert main(["export", whole.best_checkpoint, str(folder / "plain")]) == 0
     assert not list((folder / "plain").glob("*.pt")) and (folder / "plain" / "model.safetensors").exists()
     # `grpo-ray eval` in another process, with its own engine and the merged weights, measures the same accuracy.
-    assert main(["eval", whole.best_checkpoint, "--json", str(folder / "evaluation.json")]) == 0
+    assert main(["eval", whole.best_checkpoint, "--trust-rewards", "--json", str(folder / "evaluation.json")]) == 0
     assert json.loads((folder / "evaluation.json").read_text())["pass_at_1"]["value"] == whole.heldout_after
 
 
@@ -239,7 +239,8 @@ def test_lora_one_worker_takes_the_same_steps_as_two(small_run: Callable[..., An
 def test_lora_adapter_withheld_from_the_engine_stops_the_run(small_run: Callable[..., Any]) -> None:
     with pytest.raises(TrainingError, match=r"SyncError.*does not hold the learner's weights") as caught:
         small_run(
-            "withheld", LORA, "rewards.functions=['reward_spies:withhold_the_adapter']", "grpo.max_steps=20",
+            "withheld", LORA, "rewards.functions=['reward_spies:withhold_the_adapter']", "heldout.score=correctness",
+            "grpo.max_steps=20",
             "grpo.save_steps=20", "grpo.learning_rate=1e-2",
         )  # fmt: skip
     assert len(str(caught.value).splitlines()) == 2
@@ -249,7 +250,8 @@ def test_lora_adapter_withheld_from_the_engine_stops_the_run(small_run: Callable
 @pytest.mark.parametrize("spy", ["withhold_a_layer", "freeze_a_layer"])
 def test_lora_sync_with_a_broken_layer_stops_the_run(small_run: Callable[..., Any], spy: str) -> None:
     with pytest.raises(TrainingError, match="SyncError"):
-        small_run(spy.replace("_", "-"), LORA, f"rewards.functions=['reward_spies:{spy}']", "grpo.max_steps=40",
+        small_run(spy.replace("_", "-"), LORA, f"rewards.functions=['reward_spies:{spy}']", "heldout.score=correctness",
+            "grpo.max_steps=40",
                   "grpo.learning_rate=1e-2")  # fmt: skip
 
 
