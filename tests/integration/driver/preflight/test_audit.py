@@ -104,12 +104,14 @@ def test_audit_report_is_printed_and_becomes_json(report: AuditReport, capsys: p
 
 
 def test_audit_limit_and_format_reward_exclude_nothing(overrides: list[str]) -> None:
-    report = audit(load_config(None, [*overrides, "data.limit=4", "rewards.functions=[boxed_format]"]))
+    settings = [*overrides, "data.limit=4", "rewards.functions=[boxed_format]"]
+    report = audit(load_config(None, [*settings, "heldout.score=correctness"]))
     # The limit takes the first problems of all shards together.
     assert (report.training.problems, report.training.verified, report.training.duplicates) == (4, 4, 1)
     assert [row.id for row in report.training.unverifiable] == [id_of(TRAIN[2])]
     assert report.unverifiable_ids == []  # without the correctness reward any problem can be rewarded
     assert report.rewards[0].right == report.rewards[0].wrong == (1.0, 1.0, 1.0)
+    assert audit(load_config(None, settings)).training.verified == 0  # nothing reads the solutions
 
 
 def test_audit_sample_reads_all_and_verifies_some(overrides: list[str]) -> None:
