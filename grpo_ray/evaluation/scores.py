@@ -1,8 +1,4 @@
-"""Scores of completions of held-out problems: what `heldout.score` names.
-
-score = heldout_score(config)
-score(problems, answers)  # (B,) numbers; None where a completion has no score
-"""
+"""Scores of completions of held-out problems: what `heldout.score` names."""
 
 import asyncio
 import inspect
@@ -12,10 +8,9 @@ from typing import Any
 
 from grpo_ray.config.reward_names import reward_name
 from grpo_ray.config.schema import Config
-from grpo_ray.data.problem import Problem, reward_columns
-from grpo_ray.errors import RewardError
+from grpo_ray.data.problem import Problem
 from grpo_ray.rewards.environment import COLUMN as ENVIRONMENT_REWARD
-from grpo_ray.rewards.metrics import reward_metric
+from grpo_ray.rewards.outside_training import read_rewards, reward_arguments
 from grpo_ray.rewards.registry import heldout_correctness, load_reward, load_rewards
 from grpo_ray.storage.records.conversation_columns import ConversationRecord
 
@@ -118,48 +113,21 @@ class WeightedRewards:
         """Return the sum for each completion; None if no reward applies to it. Raises RewardError."""
         if not answers:
             return []
-        arguments = self._arguments(problems, answers)
+        messages, ids = [each.messages for each in answers], [each.token_ids for each in answers]
+        arguments = reward_arguments(problems, messages, ids, self.names)
+        arguments[ENVIRONMENT_REWARD] = [each.reward for each in answers]
+        # A rollout function gives the same names in all completions.
+        arguments |= {name: [each.columns[name] for each in answers] for name in answers[0].columns}
         returned = [function(**arguments) for function in self.functions]
         if coroutines := [each for each in returned if inspect.iscoroutine(each)]:
             awaited = iter(asyncio.run(_gather(coroutines)))
             returned = [next(awaited) if inspect.iscoroutine(each) else each for each in returned]
-        columns = [self._column(name, each, len(answers)) for name, each in zip(self.names, returned, strict=True)]
+        columns = [read_rewards(name, each, len(answers)) for name, each in zip(self.names, returned, strict=True)]
         return [self._sum(row) for row in zip(*columns, strict=True)]
 
     def _sum(self, rewards: Sequence[float | None]) -> float | None:
         applied = [weight * reward for weight, reward in zip(self.weights, rewards, strict=True) if reward is not None]
         return sum(applied) if applied else None
-
-    def _arguments(self, problems: Sequence[Problem], answers: Sequence[Answer]) -> dict[str, Any]:
-        """Return the keyword arguments that training passes to rewards, with metrics that are not recorded."""
-        from transformers import TrainerState
-
-        columns = [
-            reward_columns(problem.as_row(epoch=0, index=0)) | dict(each.columns)
-            for problem, each in zip(problems, answers, strict=True)
-        ]
-        return {
-            **{name: [row[name] for row in columns] for name in columns[0] if name != "prompt"},
-            ENVIRONMENT_REWARD: [each.reward for each in answers],
-            "prompts": [problem.prompt for problem in problems],
-            "completions": [list(each.messages) for each in answers],
-            "completion_ids": [list(each.token_ids) for each in answers],
-            "trainer_state": TrainerState(),
-            "log_extra": lambda column, values: None,
-            "log_metric": lambda name, value: reward_metric(name, value, self.names),
-        }
-
-    def _column(self, name: str, returned: Any, completions: int) -> list[float | None]:
-        """Return the rewards of a function as numbers; NaN counts as None. Raises RewardError."""
-        values = returned.tolist() if hasattr(returned, "tolist") else returned  # a NumPy array or a tensor
-        if not isinstance(values, Sequence) or len(values) != completions:
-            size = f"{len(values)} rewards" if isinstance(values, Sequence) else type(values).__name__
-            raise RewardError(
-                f"the reward {name} returned {size} for {completions} held-out completions; return one for each, None "
-                "where it does not apply"
-            )
-        numbers = [None if value is None else float(value) for value in values]
-        return [None if value is None or value != value else value for value in numbers]
 
 
 async def _gather(coroutines: Sequence[Any]) -> list[Any]:

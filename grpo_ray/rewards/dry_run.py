@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 
 from grpo_ray.config.reward_names import reward_name
 from grpo_ray.config.schema import RewardsConfig
-from grpo_ray.data.problem import Problem, reward_columns
-from grpo_ray.errors import RewardError
-from grpo_ray.rewards.metrics import reward_metric
+from grpo_ray.data.problem import Problem
+from grpo_ray.rewards.outside_training import read_rewards, reward_arguments
 from grpo_ray.rewards.registry import load_rewards
 from grpo_ray.rewards.solution_check import boxed_completion, stated_answer
 
@@ -75,31 +74,15 @@ def dry_run_reward(
     if name == "environment":
         note = "given by the environment, which is tried with the tools, or by rollout.function, which is not tried"
         return DryRun(name, (), (), note=note)
-    from transformers import TrainerState
-
     names = [reward_name(each) for each in config.functions]
     has_solutions = all(problem.solution for problem in problems)
     rows = right_and_wrong_completions(problems) if has_solutions else plain_completions(problems)
     texts = [text for _, text in rows]
-    columns = [reward_columns(problem.as_row(epoch=0, index=0)) for problem, _ in rows]
+    messages = [[{"role": "assistant", "content": text}] for text in texts]
     returned = reward(
-        prompts=[problem.prompt for problem, _ in rows],
-        completions=[[{"role": "assistant", "content": text}] for text in texts],
-        completion_ids=tokenizer(texts)["input_ids"],
-        trainer_state=TrainerState(),
-        log_extra=lambda column, values: None,
-        log_metric=lambda metric, value: reward_metric(metric, value, names),  # raises what training would raise
-        **{key: [row[key] for row in columns] for key in columns[0] if key != "prompt"},
+        **reward_arguments([problem for problem, _ in rows], messages, tokenizer(texts)["input_ids"], names)
     )
-    values = asyncio.run(returned) if inspect.iscoroutine(returned) else returned
-    if hasattr(values, "tolist"):  # a numpy array or a tensor
-        values = values.tolist()
-    if not isinstance(values, Sequence) or len(values) != len(rows):
-        size = f"{len(values)} rewards" if isinstance(values, Sequence) else type(values).__name__
-        raise RewardError(
-            f"reward {name!r} returned {size} for {len(rows)} completions; return a list with one reward for each"
-        )
-    rewards = [None if value is None else float(value) for value in values]
+    rewards = read_rewards(name, asyncio.run(returned) if inspect.iscoroutine(returned) else returned, len(rows))
     if not has_solutions:
         printed = " ".join("none" if value is None else f"{value:g}" for value in rewards)
         return DryRun(name, (), (), note=f"problems without solutions; {PLAIN_TEXTS} get {printed}")

@@ -109,10 +109,10 @@ def test_environments_reward_is_limited_to_a_share() -> None:
 
 @pytest.mark.parametrize(
     ("returned", "message"),
-    [([1.0], "returned 1 rewards for 2 held-out"), (1.0, "returned float for 2"), (None, "returned NoneType for 2")],
+    [([1.0], "returned 1 rewards for 2 completions"), (1.0, "returned float for 2"), (None, "returned NoneType for 2")],
 )
 def test_score_with_another_number_of_rewards_raises(returned: Any, message: str) -> None:
-    with pytest.raises(RewardError, match=f"the reward style {message}"):
+    with pytest.raises(RewardError, match=f"reward 'style' {message}"):
         WeightedRewards([lambda **kwargs: returned], ["style"], [1.0])([problem()] * 2, [answer("a")] * 2)
 
 
