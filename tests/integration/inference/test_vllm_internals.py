@@ -39,6 +39,7 @@ from grpo_ray.inference.vllm_internals import (
     named_shared_memory,
     pack_linear_weight,
     prefer_second_runner,
+    replaced_linear_packing,
     runner_number,
     unlink_shared_memory,
 )
@@ -139,17 +140,16 @@ def test_packed_layer_gets_new_weights_and_bias_after_it_was_used(dtype: torch.d
         assert {parameter.dtype for parameter in linear.parameters()} == {dtype}
 
 
-def test_pack_linear_weight_keeps_a_bias_that_vllm_replaces(monkeypatch: pytest.MonkeyPatch) -> None:
-    # What vLLM does with a small layer in 16 bits on a CPU with AMX.
-    def pack(layer: Any, remove_weight: bool) -> None:
+def test_pack_linear_weight_keeps_a_bias_that_vllm_replaces() -> None:
+    # What vLLM does with a small layer in 16 bits on a CPU with AMX, for machines without it.
+    def pack(layer: Any, pack_by_default: Callable[[], None]) -> None:
         layer.bias.data = layer.bias.to(torch.float32)
         layer.cpu_linear = lambda x, weight, bias: (bias, bias is not None and bias.dtype)
 
-    monkeypatch.setattr(utils, "dispatch_cpu_unquantized_gemm", pack)
     linear = torch.nn.Linear(4, 3, dtype=torch.bfloat16)
     bias = linear.bias
     before = bias.detach().clone()
-    with torch.inference_mode():
+    with torch.inference_mode(), replaced_linear_packing(pack):
         pack_linear_weight(linear)
     assert linear.bias is bias and torch.equal(bias, before) and bias.dtype == torch.bfloat16
     read, dtype = linear.cpu_linear(None, linear.weight, linear.bias)
