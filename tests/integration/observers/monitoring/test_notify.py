@@ -13,7 +13,8 @@ from grpo_ray.config.loader import load_config
 from grpo_ray.errors import TrainingError
 from grpo_ray.observers.monitoring.notify import MAX_TEXT_CHARS, DeliveryLimits, Notifier
 
-QUICK = DeliveryLimits(request_seconds=0.3, attempts=4, backoff_seconds=0.01, close_seconds=30.0, waiting=4)
+QUICK = DeliveryLimits(request_seconds=60.0, attempts=4, backoff_seconds=0.01, close_seconds=60.0, waiting=4)
+"""Short pauses. Requests have time, since a response that comes too late is a second message."""
 WARNING = {"event": "warning", "at": 5.0, "step": 3, "name": "no_signal", "what": "90 % of the groups; try this"}
 SUMMARY = {"steps": 9, "stopped": None, "best_checkpoint": "runs/a/checkpoint-000009", "reward_last": float("nan")}
 
@@ -115,7 +116,7 @@ def test_notify_unreachable_server_shows_one_line_without_the_address() -> None:
 
 
 def test_notify_server_that_never_responds_delays_the_end_by_its_limit() -> None:
-    limits = dataclasses.replace(QUICK, request_seconds=60.0, close_seconds=0.5)
+    limits = dataclasses.replace(QUICK, close_seconds=0.5)
     with webhook(0) as server, notifier(server.address, limits) as (observer, lines):
         observer.event(WARNING)
         server.wait_for(1)
@@ -128,6 +129,18 @@ def test_notify_server_that_never_responds_delays_the_end_by_its_limit() -> None
         assert time.monotonic() - begin < 30  # limit 0.5 s, on a machine that may be busy
         assert lines == ["run.notify: the last message was not delivered within 0.5 seconds"]
         assert len(server.bodies) == 1
+
+
+def test_notify_request_without_response_is_repeated() -> None:
+    limits = dataclasses.replace(QUICK, request_seconds=0.1, attempts=2)
+    with webhook(0) as server:
+        with notifier(server.address, limits) as (observer, lines):
+            observer.event(WARNING)
+        assert len(server.wait_for(2)) == 2
+    assert lines == [
+        "run.notify: a message was not delivered: the server cannot be reached (TimeoutError); "
+        "further failures are not shown"
+    ]
 
 
 def test_notify_server_without_http_is_given_up() -> None:
