@@ -8,6 +8,7 @@ shuffled list without repetitions, so they have no problem in common.
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 
 from grpo_ray.data.problem import Problem, problem_id
 
@@ -70,6 +71,12 @@ class ArithmeticTask:
 
 def list_tasks(split: str, seed: int = 0) -> list[ArithmeticTask]:
     """Return all tasks of one split, "train" (19,179) or "heldout" (600), in an order that the seed determines."""
+    tasks = _shuffled_tasks(seed)
+    return list({"heldout": tasks[:HELDOUT], "train": tasks[HELDOUT:]}[split])
+
+
+@cache
+def _shuffled_tasks(seed: int) -> tuple[ArithmeticTask, ...]:
     numbers = range(10, 100)
     tasks = [
         task
@@ -81,7 +88,7 @@ def list_tasks(split: str, seed: int = 0) -> list[ArithmeticTask]:
         and ((task := ArithmeticTask(kind, a, b)).worked_solution() != task.mistaken_solution() or (a + b) % 3 == 0)
     ]
     random.Random(seed).shuffle(tasks)
-    return {"heldout": tasks[:HELDOUT], "train": tasks[HELDOUT:]}[split]
+    return tuple(tasks)
 
 
 def arithmetic_problems(split: str, seed: int = 0) -> Iterator[Problem]:

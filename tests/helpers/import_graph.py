@@ -3,6 +3,7 @@
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -73,12 +74,21 @@ def defines(package: str, name: str) -> bool:
     return name in own
 
 
+@cache
 def parse(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
-IMPORTS = [each for module, path in MODULES.items() for each in imports_of(module, parse(path))]
-OURS = [each for each in IMPORTS if each.library == "grpo_ray"]
+@cache
+def all_imports() -> list[Import]:
+    """Return every import of the package."""
+    return [each for module, path in MODULES.items() for each in imports_of(module, parse(path))]
+
+
+@cache
+def own_imports() -> list[Import]:
+    """Return every import of one of the package's modules by another one."""
+    return [each for each in all_imports() if each.library == "grpo_ray"]
 
 
 def inner(target: str) -> str:

@@ -25,7 +25,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from import_graph import MODULES, OURS, ROOT, imports_of, inner, name_of, parse
+from import_graph import MODULES, ROOT, imports_of, inner, name_of, own_imports, parse
 
 sys.path.append(str(ROOT / "tests" / "benchmarks"))
 
@@ -154,7 +154,7 @@ def imported_modules(test: str) -> frozenset[str]:
     while (
         more := {
             target
-            for each in OURS
+            for each in own_imports()
             if each.module in found
             and (target := inner(each.target)).partition(".")[0] == each.top
             and target in MODULES

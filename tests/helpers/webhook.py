@@ -62,7 +62,7 @@ def webhook(*statuses: int) -> Iterator[Webhook]:
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
     thread.start()
     state.address = f"http://127.0.0.1:{server.server_port}/services/s3cr3t-of-the-chat"
     try:

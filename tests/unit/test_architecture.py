@@ -4,7 +4,7 @@ import ast
 from pathlib import Path
 
 import pytest
-from import_graph import IMPORTS, MODULES, OURS, ROOT, inner
+from import_graph import MODULES, ROOT, all_imports, inner, own_imports
 
 ORDER = [
     "text",
@@ -138,13 +138,13 @@ def test_order_names_every_package() -> None:
 
 
 def test_imports_of_package_name_existing_modules() -> None:
-    assert [str(each) for each in OURS if inner(each.target) not in MODULES] == []
+    assert [str(each) for each in own_imports() if inner(each.target) not in MODULES] == []
 
 
 def test_imports_go_to_lower_packages_only() -> None:
     upward = [
         str(each)
-        for each in OURS
+        for each in own_imports()
         if each.module  # the package itself names modules of every level, for type checkers
         and (target := inner(each.target).partition(".")[0])
         and target != each.top
@@ -158,7 +158,7 @@ def test_packages_of_the_driver_do_not_import_the_modules_around_them() -> None:
     packages = {name for name, path in MODULES.items() if path.name == "__init__.py" and name.startswith("driver.")}
     outward = [
         str(each)
-        for each in OURS
+        for each in own_imports()
         if each.module.rpartition(".")[0] in packages
         and inner(each.target).rpartition(".")[0] == "driver"
         and inner(each.target) not in packages
@@ -168,16 +168,16 @@ def test_packages_of_the_driver_do_not_import_the_modules_around_them() -> None:
 
 
 def test_scripts_import_nothing_of_the_package() -> None:
-    assert [str(each) for each in OURS if each.module in SCRIPTS] == []
+    assert [str(each) for each in own_imports() if each.module in SCRIPTS] == []
 
 
 def test_package_init_imports_only_typing_at_import() -> None:
-    assert {each.target for each in IMPORTS if each.module == "" and each.when == "import"} == {"typing"}
+    assert {each.target for each in all_imports() if each.module == "" and each.when == "import"} == {"typing"}
 
 
 def test_imports_have_no_cycle() -> None:
     imported: dict[str, set[str]] = {module: set() for module in MODULES}
-    for each in OURS:
+    for each in own_imports():
         if each.when == "import":
             imported[each.module].add(inner(each.target))
 
@@ -197,7 +197,7 @@ def test_imports_have_no_cycle() -> None:
 def test_heavy_library_is_imported_in_listed_modules_only(library: str) -> None:
     outside = [
         str(each)
-        for each in IMPORTS
+        for each in all_imports()
         if each.library == library
         and each.when != "typing"
         and each.module not in (AT_IMPORT if each.when == "import" else ANYWHERE)[library]
@@ -208,7 +208,7 @@ def test_heavy_library_is_imported_in_listed_modules_only(library: str) -> None:
 def test_heavy_library_list_has_no_stale_module() -> None:
     for library in AT_IMPORT:
         for allowed, when in ((AT_IMPORT, ("import",)), (ANYWHERE, ("import", "call"))):
-            used = {each.module for each in IMPORTS if each.library == library and each.when in when}
+            used = {each.module for each in all_imports() if each.library == library and each.when in when}
             assert allowed[library] <= used, f"{library} is no longer used in {allowed[library] - used}"
 
 

@@ -452,7 +452,9 @@ LINES: dict[str, tuple[str, Callable[[], Iterator[str]], str]] = {
 """Name of a case -> file, its lines, part of the note."""
 
 
-@pytest.mark.parametrize("name", LINES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] if name == "events" else []) for name in LINES]
+)
 def test_huge_rows_are_a_note_of_the_page(run: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     file, lines, message = LINES[name]
     (run / file).write_text("".join(f"{line}\n" for line in lines()))

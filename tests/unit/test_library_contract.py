@@ -349,6 +349,7 @@ def uses(installed_tree: SourceTree) -> Uses:
     return check_uses(installed_tree, ROOT, our_files(ROOT), LIBRARIES)
 
 
+@pytest.mark.long
 def test_installed_releases_have_all_that_we_use(uses: Uses, installed_tree: SourceTree) -> None:
     checks = [*uses.checks, *check_table(installed_tree, ROOT, our_files(ROOT))]
     assert [str(each) for each in checks if each.problem] == []
@@ -358,6 +359,7 @@ def test_installed_releases_have_all_that_we_use(uses: Uses, installed_tree: Sou
     )
 
 
+@pytest.mark.long
 def test_untyped_objects_of_private_modules_are_in_the_table(uses: Uses) -> None:
     listed = {
         (file, path.partition("(")[0].rpartition(".")[2].rpartition(":")[2]) for file in PATHS for path in PATHS[file]

@@ -40,6 +40,7 @@ def test_every_slow_test_is_picked_for_some_file() -> None:
     assert never == [], "slow_tests.py: add them to WHOLE_PROGRAMS, with the files that their runs test"
 
 
+@pytest.mark.long
 def test_every_file_of_the_package_has_a_slow_test_or_a_reason() -> None:
     unguarded = {file.removeprefix("grpo_ray/") for file in PACKAGE_FILES if not guards([file])}
     missing, stale = sorted(unguarded - UNGUARDED.keys()), sorted(UNGUARDED.keys() - unguarded)

@@ -55,7 +55,7 @@ class FileHandler(BaseHTTPRequestHandler):
 @pytest.fixture
 def server() -> Iterator[OverloadedServer]:
     with OverloadedServer() as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
         yield server
         server.shutdown()
 

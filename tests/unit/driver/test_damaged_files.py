@@ -58,6 +58,8 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
     ),
     "nested": lambda content: b"[" * 100_000,
 }
+QUICK = ("torn", "not text", "null", "wrong fields")
+"""Damages of the test that is not long."""
 
 
 def prepare(folder: RunFolder) -> None:
@@ -122,7 +124,9 @@ def test_command_on_sound_files_succeeds(sample: Path, tmp_path: Path, command: 
     COMMANDS[command](RunFolder(str(tmp_path), "run"))
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize(
+    "damage", [pytest.param(each, marks=[] if each in QUICK else [pytest.mark.long]) for each in DAMAGES]
+)
 @pytest.mark.parametrize("file", FILES)
 def test_command_on_damaged_file_is_one_line_or_falls_back(
     sample: Path, tmp_path: Path, file: str, damage: str

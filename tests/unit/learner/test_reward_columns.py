@@ -9,6 +9,7 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 from hypothesis import HealthCheck, example, given, settings
+from scripted_tools import tool_tokenizer
 from transformers import TrainerState
 
 from grpo_ray.data.files import file_shards
@@ -19,7 +20,6 @@ from grpo_ray.learner.collectives import Workers
 from grpo_ray.learner.rollouts.group_batches import GroupBatches
 from grpo_ray.learner.rollouts.rollout import Completions
 from grpo_ray.learner.rollouts.scoring import Reward, Scorer
-from grpo_ray.models.warm_up import build_tokenizer
 from grpo_ray.rewards.registry import TRL_ARGUMENTS, ConfiguredReward, load_reward
 from grpo_ray.telemetry.profiler import PhaseProfiler
 
@@ -39,7 +39,7 @@ ROWS = st.lists(
 )
 """Further columns of each row of a file."""
 
-TOKENIZER = build_tokenizer()
+TOKENIZER = tool_tokenizer("tiny-arithmetic")
 
 
 def scorer(*rewards: Any) -> Scorer:

@@ -95,6 +95,7 @@ def test_verify_solutions_counts_own_and_neighbours() -> None:
     assert all(sums[3] > 0 for sums in counts["kinds"].values())
 
 
+@pytest.mark.long
 def test_verify_solutions_plain_verdicts_and_reasons() -> None:
     # Math-Verify alone cannot parse a word. It parses the nested parentheses for seconds of CPU time, so this
     # problem exceeds its limit on any machine.

@@ -36,11 +36,13 @@ def run(program: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", program], text=True, capture_output=True, timeout=300)
 
 
+@pytest.mark.long
 def test_process_ends_in_order_while_a_thread_retries_storage() -> None:
     ended = run(ENDS_WHILE_A_THREAD_RETRIES)
     assert (ended.returncode, ended.stdout) == (0, "done\n"), ended.stderr
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.version_info >= (3, 14), reason="such a thread hangs, and the process ends without it")
 def test_process_without_the_gate_dies() -> None:
     without = "process_end.ProcessEnd.close = lambda self: None\nretry.FIRST_PAUSE ="

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from scripted_tools import tool_tokenizer
 from transformers import TrainerState
 
 from grpo_ray.config.loader import load_config
@@ -28,11 +29,10 @@ from grpo_ray.learner.rollouts.sampler import OnPolicySampler, Sampler, SingleTu
 from grpo_ray.learner.rollouts.scoring import Reward, Scorer
 from grpo_ray.learner.schedule import DrawOrder
 from grpo_ray.learner.sync_check import ImportanceSampling
-from grpo_ray.models.warm_up import build_tokenizer
 from grpo_ray.storage.records.groups import GroupRecord
 from grpo_ray.telemetry.profiler import PhaseProfiler
 
-TOKENIZER = build_tokenizer()
+TOKENIZER = tool_tokenizer("tiny-arithmetic")
 ANSWER = [40, 41, TOKENIZER.eos_token_id]
 GROUP = 2
 LOGP, MOVED = -2.0, -2.0 + math.log(2)

@@ -1,6 +1,7 @@
 """Metamorphic tests: a pair keeps its reward in every spelling that the rules of `spellings` make of it."""
 
 import random
+from functools import cache
 
 import pytest
 from judged_answers import FIXTURES, load
@@ -9,9 +10,13 @@ from spellings import RULES, Variant, variants
 from grpo_ray.rewards.sandbox.pool import VerifierPool
 
 PAIRS = load(FIXTURES / "fooling.jsonl") + load(FIXTURES / "answer_families.jsonl")
-VARIANTS = [variant for row in PAIRS for variant in variants(row)]
 SAMPLE = 600
 """Variants of the fast test."""
+
+
+@cache
+def all_variants() -> list[Variant]:
+    return [variant for row in PAIRS for variant in variants(row)]
 
 
 def changed_verdicts(tried: list[Variant], pool: VerifierPool) -> list[tuple]:
@@ -24,18 +29,19 @@ def changed_verdicts(tried: list[Variant], pool: VerifierPool) -> list[tuple]:
     ]
 
 
+@pytest.mark.long
 def test_correctness_sampled_spellings_keep_their_rewards(pool: VerifierPool) -> None:
-    assert changed_verdicts(random.Random(30).sample(VARIANTS, SAMPLE), pool) == []
+    assert changed_verdicts(random.Random(30).sample(all_variants(), SAMPLE), pool) == []
 
 
 @pytest.mark.slow
 def test_correctness_all_spellings_keep_their_rewards(pool: VerifierPool) -> None:
-    assert changed_verdicts(VARIANTS, pool) == []
+    assert changed_verdicts(all_variants(), pool) == []
 
 
 def test_variants_every_rule_is_used() -> None:
-    used = {variant.rule for variant in VARIANTS}
-    assert set(RULES) <= used and len(VARIANTS) >= 40_000
+    used = {variant.rule for variant in all_variants()}
+    assert set(RULES) <= used and len(all_variants()) >= 40_000
 
 
 def test_variants_row_breaks_are_rewritten() -> None:

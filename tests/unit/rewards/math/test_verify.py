@@ -48,6 +48,7 @@ def test_correctness_fixture_pairs_get_their_rewards(pool: VerifierPool) -> None
     assert wrong_verdicts(FOOLING, pool) == []
 
 
+@pytest.mark.long
 def test_correctness_answer_families_get_their_rewards(pool: VerifierPool) -> None:
     assert len(FAMILIES) >= 490 and len({row["family"] for row in FAMILIES}) >= 25
     assert wrong_verdicts(FAMILIES, pool) == []

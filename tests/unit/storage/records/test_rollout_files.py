@@ -262,7 +262,7 @@ def test_drop_rollouts_after_keeps_texts_up_to_the_step(folder: RunFolder) -> No
     assert [row["completions"][0] for row in read_texts(folder).to_pylist()] == ["of 1", "of 2"]
 
 
-@pytest.mark.parametrize("count", [1, 8, 64, 1024])
+@pytest.mark.parametrize("count", [1, 8, 64, pytest.param(1024, marks=pytest.mark.long)])
 def test_attach_texts_any_group_size_stays_within_limits(count: int) -> None:
     kept = attach_texts(group(1), [{"role": "user", "content": "q" * 99_999}], ["é" * 50_000] * count)
     assert kept.prompt is not None and kept.completions is not None
