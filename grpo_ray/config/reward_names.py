@@ -2,7 +2,7 @@
 
 from collections.abc import Collection
 
-SOLUTION_REWARDS = ("correctness", "cosine_length")
+SOLUTION_REWARDS = ("correctness", "cosine_length", "choice")
 """Built-in rewards that read a problem's solution."""
 
 

@@ -16,18 +16,22 @@ from grpo_ray.config.reward_names import is_reward_model
 from grpo_ray.config.schema import Config, RewardsConfig
 from grpo_ray.config.similar_names import suggestion
 from grpo_ray.errors import ConfigError, RewardError
+from grpo_ray.rewards.choice import choice
 from grpo_ray.rewards.correctness import accuracy_reward, start_grading
 from grpo_ray.rewards.environment import environment_reward
 from grpo_ray.rewards.format import boxed_format, tag_format, think_format
+from grpo_ray.rewards.json_format import JsonFormat
 from grpo_ray.rewards.length import EasedConciseness, conciseness, cosine_length, repetition_penalty, soft_overlong
 
 __all__ = ["REWARDS", "ConfiguredReward", "accuracy_reward", "load_reward", "load_rewards", "start_grading"]
 
 REWARDS: dict[str, Callable[..., Any]] = {
     "correctness": accuracy_reward,
+    "choice": choice,
     "boxed_format": boxed_format,
     "tag_format": tag_format,
     "think_format": think_format,
+    "json_format": JsonFormat,
     "soft_overlong": soft_overlong,
     "conciseness": conciseness,
     "eased_conciseness": EasedConciseness,

@@ -238,6 +238,9 @@ TESTS: Mapping[str, tuple[str, ...]] = {
         f"{VERIFIER}::test_pool_workers_have_memory_limit_and_no_core_files",
         "fault_injection/test_hostile_answers.py::test_pool_hostile_corpus_costs_bounded_cpu_and_memory",
     ),
+    "json-format": (
+        "unit/rewards/test_json_format.py::test_json_format_exponential_text_earns_nothing_and_the_next_is_read",
+    ),
     "grading-confined": (
         f"{VERIFIER}::test_pool_workers_are_confined_and_grade",
         f"{VERIFIER}::test_confined_worker_reads_libraries_and_writes_nothing",

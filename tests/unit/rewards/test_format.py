@@ -53,6 +53,28 @@ def test_transcript_has_calls_and_results_in_lines_of_their_own() -> None:
     ]
 
 
+def test_tag_format_text_after_the_last_tag_costs() -> None:
+    whole = "<think>a</think><answer>b</answer>"
+    texts = [whole, whole + " \n", whole + "c" * 100, whole + "c" * 5_000, "no tag at all" * 100]
+    # 4 tags of 0.25; 100 characters cost 0.1, and 5,000 no more than the reward
+    rewards = load_reward("tag_format", trailing_cost=0.001)(completions=texts)
+    assert rewards == pytest.approx([1.0, 1.0, 0.9, 0.0, 0.0])
+    assert tag_format(texts) == [1.0, 1.0, 1.0, 1.0, 0.0]
+
+
+def test_tag_format_own_tags() -> None:
+    tags = ["<plan>", "</plan>", "<code>"]
+    # The third tag of the second text comes too early.
+    texts = ["<plan>a</plan><code>b", "<code><plan></plan>", "<think></think>"]
+    assert load_reward("tag_format", tags=tags, credit=0.5)(completions=texts) == [1.5, 1.0, 0.0]
+
+
+@pytest.mark.parametrize("settings", [{"tags": []}, {"tags": ["a", ""]}, {"tags": ["a", "a"]}, {"trailing_cost": -1.0}])
+def test_tag_format_bad_settings_raise(settings: dict[str, Any]) -> None:
+    with pytest.raises(RewardError, match="must be"):
+        load_reward("tag_format", **settings)(completions=["a"])
+
+
 def test_boxed_format_one_closed_filled_box_earns_one() -> None:
     completions = [
         r"so \boxed{5}",  # 1.0
