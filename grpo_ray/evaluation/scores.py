@@ -35,8 +35,8 @@ class Answer:
     """Record of a completion of several turns; None in a run without tools."""
     is_unscorable: bool = False
     """True if its environment failed, so that there is no verdict."""
-    messages: Messages = ()
-    """Messages after the prompt, as rewards receive them; empty where the score does not read them."""
+    messages: Messages | str = ()
+    """Messages after the prompt, or plain text, as rewards receive them; empty where the score does not read them."""
     token_ids: Sequence[int] = ()
     """Tokens that the policy generated, as rewards receive them."""
     columns: Mapping[str, Any] = field(default_factory=dict)

@@ -10,6 +10,7 @@ from grpo_ray.evaluation.metrics import score_completions
 from grpo_ray.evaluation.scores import Answer, heldout_score
 from grpo_ray.inference.arguments import request_seed
 from grpo_ray.inference.sampling import Completion, heldout_sampling
+from grpo_ray.models.plain_prompts import uses_plain_prompts
 from grpo_ray.models.tokenizer import tokenize_prompts
 from grpo_ray.rewards.completions import completion_text, transcript
 from grpo_ray.storage.records.heldout_files import heldout_text_bytes
@@ -68,8 +69,10 @@ def solve_problems(
         )
         ids = [each.token_ids for each in completions]
         texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
-        messages: list[list[dict[str, Any]]] = [[] for _ in ids]
-        if score.reads_messages:
+        messages: list[Any] = [[] for _ in ids]
+        if score.reads_messages and uses_plain_prompts(tokenizer):
+            messages = texts
+        elif score.reads_messages:
             repeated = [prompt for prompt in prompts for _ in samples]
             messages = [[message] for message in assistant_messages(tokenizer, repeated, ids)]
         answers = [

@@ -8,11 +8,15 @@ from typing import Any
 from tokenizers.decoders import DecodeStream
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from grpo_ray.models.plain_prompts import PlainPrompts
+
 
 def load_tokenizer(
     path: str, trust_remote_code: bool = False, limits_template: bool = False
 ) -> PreTrainedTokenizerBase:
     """Load the policy's tokenizer for generation: left padding, and a padding token even if the policy has none.
+
+    Without a chat template, prompts are plain text (`plain_prompts`).
 
     Args:
         path: local folder or hub id.
@@ -21,7 +25,9 @@ def load_tokenizer(
     tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left", trust_remote_code=trust_remote_code)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
-    if limits_template:
+    if not tokenizer.chat_template:
+        tokenizer.apply_chat_template = PlainPrompts(tokenizer)
+    elif limits_template:
         from grpo_ray.models.limited_template import LimitedTemplate
 
         tokenizer.apply_chat_template = LimitedTemplate(tokenizer, path)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from grpo_ray.config.reward_names import reward_name
 from grpo_ray.config.schema import RewardsConfig
 from grpo_ray.data.problem import Problem
+from grpo_ray.models.plain_prompts import uses_plain_prompts
 from grpo_ray.rewards.outside_training import read_rewards, reward_arguments
 from grpo_ray.rewards.registry import load_rewards
 from grpo_ray.rewards.solution_check import boxed_completion, stated_answer
@@ -79,8 +80,9 @@ def dry_run_reward(
     rows = right_and_wrong_completions(problems) if has_solutions else plain_completions(problems)
     texts = [text for _, text in rows]
     messages = [[{"role": "assistant", "content": text}] for text in texts]
+    completions = texts if uses_plain_prompts(tokenizer) else messages
     returned = reward(
-        **reward_arguments([problem for problem, _ in rows], messages, tokenizer(texts)["input_ids"], names)
+        **reward_arguments([problem for problem, _ in rows], completions, tokenizer(texts)["input_ids"], names)
     )
     rewards = read_rewards(name, asyncio.run(returned) if inspect.iscoroutine(returned) else returned, len(rows))
     if not has_solutions:

@@ -8,12 +8,13 @@ from typing import Any
 
 from grpo_ray.data.problem import Problem, reward_columns
 from grpo_ray.errors import RewardError
+from grpo_ray.models.plain_prompts import plain_text
 from grpo_ray.rewards.metrics import reward_metric
 
 
 def reward_arguments(
     problems: Sequence[Problem],
-    completions: Sequence[Sequence[Mapping[str, Any]]],
+    completions: Sequence[str | Sequence[Mapping[str, Any]]],
     token_ids: Sequence[Sequence[int]],
     names: Collection[str],
 ) -> dict[str, Any]:
@@ -21,7 +22,7 @@ def reward_arguments(
 
     Args:
         problems: (B,) at least one; all with the same columns.
-        completions: (B,) messages of the completion of each problem.
+        completions: (B,) messages of the completion of each problem; or texts, and then prompts are plain text too.
         token_ids: (B,) its tokens.
         names: names of the run's rewards, whose own metrics are not to be logged.
     """
@@ -30,8 +31,11 @@ def reward_arguments(
     rows = [reward_columns(problem.as_row(epoch=0, index=0)) for problem in problems]
     return {
         **{column: [row[column] for row in rows] for column in rows[0] if column != "prompt"},
-        "prompts": [problem.prompt for problem in problems],
-        "completions": [list(messages) for messages in completions],
+        "prompts": [
+            plain_text(problem.prompt) if isinstance(completion, str) else problem.prompt
+            for problem, completion in zip(problems, completions, strict=True)
+        ],
+        "completions": [each if isinstance(each, str) else list(each) for each in completions],
         "completion_ids": [list(ids) for ids in token_ids],
         "trainer_state": TrainerState(),
         "log_extra": lambda column, values: None,

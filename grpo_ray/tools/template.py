@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from grpo_ray.errors import ConfigError
+from grpo_ray.models.plain_prompts import uses_plain_prompts
 from grpo_ray.tools.definitions import NO_TOOLS, ToolSet
 from grpo_ray.tools.turn_reader import TurnReader, UnreadTurnError
 
@@ -102,6 +103,14 @@ def _training_template(tokenizer: "PreTrainedTokenizerBase") -> dict[str, str]:
     return {}
 
 
+def _require_template(tokenizer: "PreTrainedTokenizerBase") -> None:
+    if uses_plain_prompts(tokenizer):
+        raise ConfigError(
+            f"rollout: {tokenizer.name_or_path} has no chat template, which completions of several turns need; use a "
+            "policy with one, or set its tokenizer's chat template"
+        )
+
+
 class ReplyTemplate:
     """The chat template of a policy, by which messages are appended to the policy's turns."""
 
@@ -119,8 +128,9 @@ class ReplyTemplate:
             optional_roles: roles of messages that may follow a turn, if the template can render them.
 
         Raises:
-            ConfigError: the template cannot render messages of `roles` after a turn.
+            ConfigError: there is no template, or it cannot render messages of `roles` after a turn.
         """
+        _require_template(tokenizer)
         self.tokenizer = tokenizer
         self._variables = dict(variables)
         if not _is_prefix_preserving(tokenizer) or not self._appends(roles):
@@ -252,8 +262,10 @@ class ToolTemplate(ReplyTemplate):
             roles: roles of messages that follow a turn: "tool", and "user" if an environment answers turns.
 
         Raises:
-            ConfigError: the template cannot render calls and results, or calls cannot be read from the policy's text.
+            ConfigError: there is no template, it cannot render calls and results, or calls cannot be read from the
+                policy's text.
         """
+        _require_template(tokenizer)
         from trl import chat_template_utils as trl_templates
 
         name = tokenizer.name_or_path

@@ -38,3 +38,13 @@ def answer_with(solution: list[str], completions: list[Any], **kwargs: Any) -> l
 def digits(completions: list[Any], **kwargs: Any) -> list[float]:
     """Reward twice the number of digits minus 1: neither 0 or 1, nor a share."""
     return [2.0 * sum(map(str.isdigit, completion[-1]["content"])) - 1.0 for completion in completions]
+
+
+RECEIVED: list[tuple[Any, Any]] = []
+"""Prompts and completions of each call of `characters` in this process."""
+
+
+def characters(prompts: list[Any], completions: list[Any], **kwargs: Any) -> list[float]:
+    """Reward the number of characters of plain text, or of messages."""
+    RECEIVED.append((prompts, completions))
+    return [float(len(each)) for each in completions]

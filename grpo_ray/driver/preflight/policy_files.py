@@ -59,18 +59,12 @@ def load_policy_tokenizer(
         limits_template: render its chat template in a process with limits.
 
     Raises:
-        ConfigError: it cannot be read, or has no chat template.
+        ConfigError: it cannot be read.
     """
     from grpo_ray.models.tokenizer import load_tokenizer
 
     try:
-        tokenizer = load_tokenizer(local, trust_remote_code, limits_template)
+        return load_tokenizer(local, trust_remote_code, limits_template)
     except Exception as error:  # the files may be a stranger's, and the library `tokenizers` raises no narrower class
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise ConfigError(f"model.path={path}: its tokenizer cannot be read: {reason}") from None
-    if not tokenizer.chat_template:
-        raise ConfigError(
-            f"model.path={path}: its tokenizer has no chat template, so prompts cannot be formatted; "
-            "use a model with one"
-        )
-    return tokenizer

@@ -22,6 +22,7 @@ from grpo_ray.data.problem import reward_columns
 from grpo_ray.errors import RewardError
 from grpo_ray.learner.collectives import Workers
 from grpo_ray.learner.rollouts.rollout import Completions, Rows
+from grpo_ray.models.plain_prompts import plain_text, uses_plain_prompts
 from grpo_ray.rewards.environment import COLUMN as ENVIRONMENT_REWARD
 from grpo_ray.rewards.metrics import reward_metric
 from grpo_ray.telemetry.profiler import PhaseProfiler
@@ -106,7 +107,8 @@ class Scorer:
 
     def _compute(self, rows: Rows, completions: Completions, logged: dict[str, list[float]]) -> torch.Tensor:
         """Return the rewards of this worker's completions, (B, R)."""
-        prompts = [row["prompt"] for row in rows]
+        is_plain = completions.conversations is None and uses_plain_prompts(self.tokenizer)
+        prompts = [plain_text(row["prompt"]) if is_plain else row["prompt"] for row in rows]
         answers = self._answers(completions)
         arguments = self._arguments(rows, completions) | {
             "prompts": prompts,
@@ -134,12 +136,11 @@ class Scorer:
         return rewards
 
     def _answers(self, completions: Completions) -> list[Any]:
-        """Return the messages of each completion, (B,)."""
+        """Return the messages of each completion, (B,); its text if prompts are plain text, as in TRL."""
         if completions.conversations is not None:
             return [each.messages for each in completions.conversations]
-        return [
-            [message] for message in assistant_messages(self.tokenizer, completions.prompt_ids, completions.token_ids)
-        ]
+        messages = assistant_messages(self.tokenizer, completions.prompt_ids, completions.token_ids)
+        return [message["content"] if uses_plain_prompts(self.tokenizer) else [message] for message in messages]
 
     def _arguments(self, rows: Rows, completions: Completions) -> dict[str, Any]:
         """Return the columns of the rows as lists; for multi-turn completions also the environments' rewards."""
@@ -152,11 +153,15 @@ class Scorer:
         names = [name for name in columns[0] if name not in NOT_PASSED]
         return {name: [row[name] for row in columns] for name in names} | {"completion_ids": ids}
 
-    def _score_with_model(self, reward: Reward, prompts: list[Messages], answers: list[Messages]) -> torch.Tensor:
+    def _score_with_model(self, reward: Reward, prompts: list[Any], answers: list[Any]) -> torch.Tensor:
         """Return a reward model's rewards, (B,)."""
         assert reward.tokenizer is not None
         texts = [
-            apply_chat_template({"messages": prompt + answer}, reward.tokenizer, **self.chat_template_kwargs)["text"]
+            prompt + answer
+            if isinstance(answer, str)
+            else apply_chat_template({"messages": prompt + answer}, reward.tokenizer, **self.chat_template_kwargs)[
+                "text"
+            ]
             for prompt, answer in zip(prompts, answers, strict=True)
         ]
         inputs = reward.tokenizer(
