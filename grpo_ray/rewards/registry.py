@@ -21,6 +21,7 @@ from grpo_ray.rewards.correctness import accuracy_reward, start_grading
 from grpo_ray.rewards.environment import environment_reward
 from grpo_ray.rewards.format import boxed_format, tag_format, think_format
 from grpo_ray.rewards.json_format import JsonFormat
+from grpo_ray.rewards.judge import Judge
 from grpo_ray.rewards.length import EasedConciseness, conciseness, cosine_length, repetition_penalty, soft_overlong
 
 __all__ = ["REWARDS", "ConfiguredReward", "accuracy_reward", "load_reward", "load_rewards", "start_grading"]
@@ -38,6 +39,7 @@ REWARDS: dict[str, Callable[..., Any]] = {
     "cosine_length": cosine_length,
     "repetition_penalty": repetition_penalty,
     "environment": environment_reward,
+    "judge": Judge,
 }
 
 

@@ -20,6 +20,7 @@ from grpo_ray.distributed import all_gather_object, is_rank_zero
 from grpo_ray.errors import ConfigError
 from grpo_ray.resilience.chaos import Fault
 from grpo_ray.resilience.nodes import version_differences, versions
+from grpo_ray.rewards.verdicts import keep_verdicts
 from grpo_ray.storage import checkpoint_upload, checkpoints
 from grpo_ray.storage.checkpoints import CheckpointInfo
 from grpo_ray.storage.fencing import FencingToken
@@ -121,6 +122,7 @@ def start_attempt(spec: WorkerSpec) -> Attempt:
     check_node(spec.versions, folder)
     attempt = Attempt(spec, config, rank, context.get_world_size(), folder, create_scratch_folder(config.run.name))
     _redirect_output(folder, rank)
+    keep_verdicts(folder, rank)
     return attempt
 
 

@@ -238,6 +238,7 @@ TESTS: Mapping[str, tuple[str, ...]] = {
         f"{VERIFIER}::test_pool_workers_have_memory_limit_and_no_core_files",
         "fault_injection/test_hostile_answers.py::test_pool_hostile_corpus_costs_bounded_cpu_and_memory",
     ),
+    "judge-tags": ("unit/rewards/test_judge.py::test_hostile_completion_stays_between_its_tags",),
     "json-format": (
         "unit/rewards/test_json_format.py::test_json_format_exponential_text_earns_nothing_and_the_next_is_read",
     ),

@@ -1,0 +1,97 @@
+"""Verdicts of a judge, kept in the run folder: a step that is taken again after a failure gets the same rewards.
+
+A judge is a model of another process, and answers the same question in another way tomorrow. So each call of the reward
+writes its verdicts to a file of their own before they are used, and a process reads the files of the run before its
+first question. Where two files have a verdict about the same content, the older one counts.
+"""
+
+import itertools
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from grpo_ray.errors import DamagedFileError
+
+if TYPE_CHECKING:
+    from grpo_ray.storage.run_folder import RunFolder
+
+FOLDER = "verdicts"
+Verdict = float | None
+"""Reward of a completion; None if the judge gave none."""
+
+
+class VerdictStore:
+    """Verdicts of this process's judges, and those that the run folder has from earlier attempts."""
+
+    def __init__(self, folder: "RunFolder | None" = None, rank: int = 0) -> None:
+        """
+        Args:
+            folder: None keeps the verdicts in memory only.
+            rank: rank of this worker.
+        """
+        self._folder, self._rank = folder, rank
+        self._numbers = itertools.count()
+        self._verdicts: dict[str, Verdict] | None = None
+        self._cost = 0.0
+
+    @property
+    def cost(self) -> float:
+        """Cost of all verdicts that this process knows."""
+        self._known()
+        return self._cost
+
+    def find(self, keys: list[str]) -> dict[str, Verdict]:
+        """Return the verdicts that there are for some keys."""
+        known = self._known()
+        return {key: known[key] for key in keys if key in known}
+
+    def add(self, verdicts: Mapping[str, Verdict], cost: float) -> None:
+        """Write verdicts to the run folder, then keep them."""
+        self._known()  # before this file is one of the folder's
+        if self._folder is not None:
+            # Names sort by time, then by rank.
+            name = f"{time.time_ns():020d}-{self._rank:05d}-{next(self._numbers):06d}.json"
+            self._folder.write_json({"verdicts": dict(verdicts), "cost": cost}, FOLDER, name)
+        known = self._known()
+        for key, verdict in verdicts.items():
+            known.setdefault(key, verdict)
+        self._cost += cost
+
+    def _known(self) -> dict[str, Verdict]:
+        if self._verdicts is None:
+            self._verdicts = {}
+            names = sorted(self._folder.file_sizes(FOLDER)) if self._folder is not None else []
+            for name in names:
+                assert self._folder is not None
+                content = self._folder.read_json(FOLDER, name)
+                verdicts, cost = _read(content, self._folder.uri_of(FOLDER, name))
+                for key, verdict in verdicts.items():
+                    self._verdicts.setdefault(key, verdict)
+                self._cost += cost
+        return self._verdicts
+
+
+def _read(content: object, where: str) -> tuple[dict[str, Verdict], float]:
+    """Return the verdicts and the cost of a file. Raises DamagedFileError."""
+    if (
+        isinstance(content, dict)
+        and isinstance(verdicts := content.get("verdicts"), dict)
+        and all(each is None or isinstance(each, int | float) for each in verdicts.values())
+        and isinstance(cost := content.get("cost"), int | float)
+    ):
+        return verdicts, cost
+    raise DamagedFileError(f"{where} is damaged; delete it to have its completions judged again")
+
+
+_store = VerdictStore()
+
+
+def process_store() -> VerdictStore:
+    """Return the store of this process: in memory, unless `keep_verdicts` was called."""
+    return _store
+
+
+def keep_verdicts(folder: "RunFolder", rank: int) -> None:
+    """Keep the verdicts of this worker's process in the run folder."""
+    global _store
+    _store = VerdictStore(folder, rank)
