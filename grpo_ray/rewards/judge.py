@@ -44,7 +44,7 @@ class Question:
     system: str
     user: str
     key: str
-    """Hash of all that determines the question, 64 hex digits."""
+    """Hash of all that determines the question, 32 hex digits."""
 
 
 @dataclass(frozen=True)
@@ -198,7 +198,7 @@ class Judge:
         The marks of the tags follow from the texts themselves, so no text can contain its own.
         """
         content = [self.model, self.rubric, self.lowest, self.highest, self.temperature, prompt, solution, texts]
-        key = hashlib.sha256(json.dumps(content).encode()).hexdigest()
+        key = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:32]
         mark = key[:12]
         parts = [("prompt", prompt), *([("reference-solution", solution)] if solution else [])]
         names = ["completion"] if len(texts) == 1 else [f"completion-{number}" for number in range(1, len(texts) + 1)]

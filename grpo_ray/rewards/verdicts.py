@@ -8,6 +8,8 @@ first question. Where two files have a verdict about the same content, the older
 import itertools
 import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING
 
 from grpo_ray.errors import DamagedFileError
@@ -16,6 +18,8 @@ if TYPE_CHECKING:
     from grpo_ray.storage.run_folder import RunFolder
 
 FOLDER = "verdicts"
+READERS = 16
+"""Files that are read at the same time: there is one for each step and worker, and a store takes long for each."""
 Verdict = float | None
 """Reward of a completion; None if the judge gave none."""
 
@@ -59,20 +63,26 @@ class VerdictStore:
 
     def _known(self) -> dict[str, Verdict]:
         if self._verdicts is None:
+            files = self._read_all()
             self._verdicts = {}
-            names = sorted(self._folder.file_sizes(FOLDER)) if self._folder is not None else []
-            for name in names:
-                assert self._folder is not None
-                content = self._folder.read_json(FOLDER, name)
-                verdicts, cost = _read(content, self._folder.uri_of(FOLDER, name))
+            for verdicts, cost in files:
                 for key, verdict in verdicts.items():
                     self._verdicts.setdefault(key, verdict)
                 self._cost += cost
         return self._verdicts
 
+    def _read_all(self) -> list[tuple[dict[str, Verdict], float]]:
+        """Return the verdicts and the cost of each file of the run folder, the oldest first."""
+        if self._folder is None:
+            return []
+        names = sorted(self._folder.file_sizes(FOLDER))
+        with ThreadPoolExecutor(READERS, thread_name_prefix="verdicts") as threads:
+            return list(threads.map(partial(_read, self._folder), names))
 
-def _read(content: object, where: str) -> tuple[dict[str, Verdict], float]:
+
+def _read(folder: "RunFolder", name: str) -> tuple[dict[str, Verdict], float]:
     """Return the verdicts and the cost of a file. Raises DamagedFileError."""
+    content = folder.read_json(FOLDER, name)
     if (
         isinstance(content, dict)
         and isinstance(verdicts := content.get("verdicts"), dict)
@@ -80,6 +90,7 @@ def _read(content: object, where: str) -> tuple[dict[str, Verdict], float]:
         and isinstance(cost := content.get("cost"), int | float)
     ):
         return verdicts, cost
+    where = folder.uri_of(FOLDER, name)
     raise DamagedFileError(f"{where} is damaged; delete it to have its completions judged again")
 
 

@@ -301,6 +301,16 @@ TESTS: dict[str, TestFiles] = {
     "rewards/math/real_sets.py": MATH,
     "rewards/math/values.py": MATH,
     "rewards/math/verify.py": MATH,
+    "models/plain_prompts.py": TestFiles(
+        unit=("models/test_plain_prompts.py",), integration=("models/test_plain_prompts_run.py",)
+    ),
+    "processes/limited_process.py": TestFiles(
+        unit=("tools/test_turn_reader.py", "rewards/test_json_format.py"),
+    ),
+    "rewards/choice.py": TestFiles(unit=("rewards/test_choice.py",)),
+    "rewards/json_format.py": TestFiles(unit=("rewards/test_json_format.py",)),
+    "rewards/judge.py": TestFiles(unit=("rewards/test_judge.py",), integration=("rewards/test_judge_run.py",)),
+    "rewards/verdicts.py": TestFiles(unit=("rewards/test_judge.py",), integration=("rewards/test_judge_run.py",)),
     "rewards/registry.py": TestFiles(
         unit=(
             "evaluation/test_scores.py",
@@ -929,6 +939,66 @@ FAULTS = (
         "rewards/registry.py",
         'correctness_settings(config) | {"boolean_share": 1.0}',
         "correctness_settings(config)",
+    ),
+    Fault(
+        "plain-prompt-without-its-beginning",
+        "models/plain_prompts.py",
+        "encoded = self._tokenizer(texts[0] if is_single else texts)",
+        "encoded = self._tokenizer(texts[0] if is_single else texts, add_special_tokens=False)",
+    ),
+    Fault(
+        "length-of-a-plain-prompt-without-its-beginning",
+        "models/plain_prompts.py",
+        "texts = [self._beginning + text for text in texts]",
+        "texts = list(texts)",
+    ),
+    Fault(
+        "text-beyond-its-time-is-tried-again",
+        "processes/limited_process.py",
+        "if answer is None and code != -signal.SIGPROF:",
+        "if answer is None:",
+    ),
+    Fault(
+        "hedge-in-the-sentence-of-a-choice-pays",
+        "rewards/choice.py",
+        'letters |= {statement["letter"], *_LETTER.findall(sentence[0] if sentence else "")}',
+        'letters |= {statement["letter"]}',
+    ),
+    Fault(
+        "repeated-key-is-json",
+        "rewards/json_format.py",
+        "object_pairs_hook=_unique_keys, ",
+        "",
+    ),
+    Fault(
+        "verdicts-stay-in-memory",
+        "rewards/verdicts.py",
+        'self._folder.write_json({"verdicts": dict(verdicts), "cost": cost}, FOLDER, name)',
+        "pass",
+    ),
+    Fault(
+        "newer-verdict-counts",
+        "rewards/verdicts.py",
+        "self._verdicts.setdefault(key, verdict)",
+        "self._verdicts[key] = verdict",
+    ),
+    Fault(
+        "failed-verdict-is-not-kept",
+        "rewards/judge.py",
+        "store.add(new, cost)",
+        "store.add({key: verdict for key, verdict in new.items() if verdict is not None}, cost)",
+    ),
+    Fault(
+        "tags-of-a-judge-do-not-depend-on-the-texts",
+        "rewards/judge.py",
+        "mark = key[:12]",
+        'mark = "0" * 12',
+    ),
+    Fault(
+        "score-outside-of-the-scale-counts",
+        "rewards/judge.py",
+        "type(each) in (int, float) and self.lowest <= each <= self.highest for each in scores",
+        "type(each) in (int, float) for each in scores",
     ),
     Fault(
         "heldout-score-without-weights",

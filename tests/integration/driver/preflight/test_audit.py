@@ -1,6 +1,7 @@
 """Tests of the audit on a Ray cluster: its report of small files, of a real dataset, and its errors."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -194,15 +195,18 @@ def test_audit_wrong_environment_of_any_row_is_named(games: list[str], tmp_path:
         audit(load_config(None, [*games, f"data.{wrong}={file}"]))
 
 
-def test_audit_policy_without_chat_template_raises(cluster: None, policy: Path, tmp_path: Path) -> None:
-    for file in policy.iterdir():
-        if file.name != "chat_template.jinja":
-            (tmp_path / file.name).write_bytes(file.read_bytes())
-    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
-    settings.pop("chat_template", None)
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
-    with pytest.raises(ConfigError, match="no chat template"):
-        audit(load_config(None, [f"model.path={tmp_path}"]))
+def test_audit_policy_without_chat_template_counts_plain_text(cluster: None, policy: Path, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    plain = tmp_path / "policy"
+    shutil.copytree(policy, plain, ignore=shutil.ignore_patterns("chat_template.jinja"))
+    tokenizer = AutoTokenizer.from_pretrained(plain)
+    assert tokenizer.chat_template is None
+    (shard,) = file_shards(str(write(tmp_path / "two.jsonl", HELDOUT)))
+    found = measure_shard(load_config(None, [f"model.path={plain}"]), Split("two", ()), shard)
+    assert found.lengths.tolist() == [len(tokenizer(row["prompt"])["input_ids"]) for row in HELDOUT]
+    with pytest.raises(ConfigError, match="has no chat template, which completions of several turns need"):
+        audit(load_config(None, [f"model.path={plain}", "rollout.tools=['grpo_ray.tools.python_tool:python']"]))
 
 
 def test_measure_shard_counts_tokens_of_policy(policy: Path, tmp_path: Path) -> None:
