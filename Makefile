@@ -47,18 +47,18 @@ INTEGRATION := $(BIN)/python -m pytest tests/benchmarks tests/fault_injection te
 test-unit: setup
 	$(UNIT) -m "not slow and not long"
 
-# One process leaves cores idle, since its tests wait for other processes and for time limits. So several share the
-# files, with Ray clusters of their own. The files stay in this order: the longest tests are those of the benchmarks,
-# and at the end they would run alone.
-SIDE_BY_SIDE := $(INTEGRATION) --dist loadfile --no-loadscope-reorder
+# One process leaves cores idle, since its tests wait for other processes and for time limits. So two share the files,
+# with Ray clusters of their own; three take longer on 2 cores. The files stay in this order: the longest tests are
+# those of the benchmarks, and at the end they would run alone.
+SIDE_BY_SIDE := $(INTEGRATION) -n 2 --dist loadfile --no-loadscope-reorder
 
 test: setup
 	$(UNIT) -m "not slow and not long"
-	$(SIDE_BY_SIDE) -n 2 -m main_path
+	$(SIDE_BY_SIDE) -m main_path
 
 test-integration: setup
 	$(UNIT) -m long
-	$(SIDE_BY_SIDE) -n 3 -m "not slow and not main_path"
+	$(SIDE_BY_SIDE) -m "not slow and not main_path"
 
 test-all: setup
 	$(UNIT)
