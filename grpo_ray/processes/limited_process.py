@@ -22,7 +22,7 @@ from grpo_ray.processes.supervisors import is_needed
 
 
 class StartError(RuntimeError):
-    """The process ended while it started."""
+    """Error of a process that ended while it started."""
 
 
 class LimitedProcess:
@@ -44,7 +44,7 @@ class LimitedProcess:
         return self._client.pid
 
     def start(self) -> None:
-        """Start the process, unless it runs; does not wait until it is ready."""
+        """Start the process, unless it runs; do not wait until it is ready."""
         with self._lock:
             self._client.start()
 

@@ -23,7 +23,7 @@ _process = LimitedProcess("grpo_ray.rewards.json_format", needs="jsonschema")
 
 
 class JsonFormat:
-    """Reward a completion whose answer is one JSON document that matches a schema: 1.0, else 0.0.
+    """Reward for a completion whose answer is one JSON document that matches a schema: 1.0, else 0.0.
 
     The answer is the text after the last `</think>`, with or without a fence around it. A key that occurs twice in an
     object, and the numbers NaN and Infinity, are not JSON. A document beyond the limits of its process earns 0.0.
@@ -44,7 +44,11 @@ class JsonFormat:
         _require_valid(self.schema)
 
     def __call__(self, completions: Sequence[Completion], **kwargs: Any) -> list[float]:
-        """Raises RewardError if the schema has a reference to nothing, or the process cannot run."""
+        """Return the reward of each completion.
+
+        Raises:
+            RewardError: the schema has a reference to nothing, or the process cannot run.
+        """
         return [self._reward(answer_text(completion_text(completion))) for completion in completions]
 
     def _reward(self, text: str) -> float:

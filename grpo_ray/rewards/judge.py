@@ -40,7 +40,6 @@ class Question:
 
     rows: tuple[int, ...]
     """Indices of the completions."""
-    texts: tuple[str, ...]
     system: str
     user: str
     key: str
@@ -49,7 +48,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Answer:
-    """What the judge answered to one question."""
+    """Answer of the judge to one question."""
 
     verdicts: tuple[Verdict, ...]
     """One for each completion; None if there is no valid answer."""
@@ -58,7 +57,7 @@ class Answer:
 
 
 class Judge:
-    """Reward what a judge thinks of a completion: 0.0 for its lowest score to 1.0 for its highest.
+    """Reward from a judge's score of a completion: 0.0 for the lowest score to 1.0 for the highest.
 
     A question that gets no valid answer gives its completions no reward (None), and is counted in the metric
     `reward/judge_failed_share`. Verdicts are kept in the run folder (`verdicts`), so no question is asked twice.
@@ -136,7 +135,11 @@ class Judge:
         log_metric: Callable[[str, float], None] = lambda name, value: None,
         **kwargs: Any,
     ) -> list[Verdict]:
-        """Raises RewardError if the judge refuses the key or the model, or `max_cost` is reached."""
+        """Return the reward of each completion; None without a verdict.
+
+        Raises:
+            RewardError: the judge refuses the key or the model, or `max_cost` is reached.
+        """
         questions = self._questions(prompts, completions, solution)
         store = process_store()
         known = store.find([_row_key(each, place) for each in questions for place in range(len(each.rows))])
@@ -212,7 +215,7 @@ class Judge:
             highest=self.highest,
         )
         user = "\n\n".join(f"<{name}-{mark}>\n{text}\n</{name}-{mark}>" for name, text in parts)
-        return Question(rows, texts, system, user, key)
+        return Question(rows, system, user, key)
 
     def _ask_all(self, questions: Sequence[Question]) -> list[Answer]:
         with ThreadPoolExecutor(self.concurrency, thread_name_prefix="judge") as threads:
@@ -249,12 +252,12 @@ class Judge:
             if response.usage is not None:
                 used = [used[0] + response.usage.prompt_tokens, used[1] + response.usage.completion_tokens]
             text = response.choices[0].message.content if response.choices else None
-            scores = self.read_scores(text or "", len(question.texts))
+            scores = self.read_scores(text or "", len(question.rows))
             if scores is not None:
                 return Answer(tuple(scores), *used)
             reason = "its answer has no scores"
         logger.warning("the judge gave no verdict: %s", reason)
-        return Answer((None,) * len(question.texts), *used)
+        return Answer((None,) * len(question.rows), *used)
 
     def read_scores(self, text: str, count: int) -> list[float] | None:
         """Return the rewards of an answer of the judge, 0.0 to 1.0; None if it does not have the required form."""

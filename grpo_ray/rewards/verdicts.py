@@ -1,8 +1,8 @@
 """Verdicts of a judge, kept in the run folder: a step that is taken again after a failure gets the same rewards.
 
-A judge is a model of another process, and answers the same question in another way tomorrow. So each call of the reward
-writes its verdicts to a file of their own before they are used, and a process reads the files of the run before its
-first question. Where two files have a verdict about the same content, the older one counts.
+A judge may answer the same question differently later. So each call of the reward writes its verdicts to a new file
+before they are used, and a process reads the files of the run before its first question. Where two files have a verdict
+about the same content, the older one counts.
 """
 
 import itertools
@@ -45,7 +45,7 @@ class VerdictStore:
         return self._cost
 
     def find(self, keys: list[str]) -> dict[str, Verdict]:
-        """Return the verdicts that there are for some keys."""
+        """Return the known verdicts of some keys."""
         known = self._known()
         return {key: known[key] for key in keys if key in known}
 

@@ -11,15 +11,15 @@ import json
 import re
 import socket
 import struct
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 
 import pyarrow as pa
+from http_server import Server, serving
 
 REGULAR_BYTES = 1024
 """Size from which a file is uploaded as a large one; the hub's is larger, and also depends on the suffix."""
@@ -82,16 +82,10 @@ def fake_hub() -> Iterator[FakeHub]:
     class Handler(_Handler):
         state = hub
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server = Server(Handler)
     hub.endpoint = f"http://127.0.0.1:{server.server_port}"
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
-    thread.start()
-    try:
+    with serving(server):
         yield hub
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
 
 
 def closed_port() -> str:

@@ -6,8 +6,10 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
+
+from http_server import Server, serving
 
 Reply = str | int | None
 """Text of an answer, an HTTP status, or None for a request that is never answered."""
@@ -68,15 +70,7 @@ def judge_server(reply: Callable[[str, int], Reply]) -> Iterator[JudgeServer]:
         def log_message(self, *args: Any) -> None:
             """Print nothing."""
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
-    thread.start()
+    server = Server(Handler)
     state.url = f"http://127.0.0.1:{server.server_port}/v1"
-    try:
+    with serving(server, state.released):
         yield state
-    finally:
-        state.released.set()
-        server.shutdown()
-        server.server_close()
-        thread.join()

@@ -12,9 +12,11 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
+
+from http_server import Server, serving
 
 Answer = Callable[[Mapping[str, Any]], Any] | bytes | int | str
 """Answer to a request: a function of the request's JSON that returns that of the response; a body; a status; or one of
@@ -148,27 +150,18 @@ def sandbox_server(
         def log_message(self, *args: Any) -> None:
             """Print nothing."""
 
-    class Server(ThreadingHTTPServer):
-        daemon_threads = True
-
+    class QuietServer(Server):
         def handle_error(self, request: Any, client_address: Any) -> None:
             """Print nothing of clients that have gone, and of handshakes that failed."""
 
-    server = Server(("127.0.0.1", 0), Handler)
+    server = QuietServer(Handler)
     if certificate is not None:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(*certificate)
         server.socket = context.wrap_socket(server.socket, server_side=True, do_handshake_on_connect=False)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
-    thread.start()
     state.url = f"http{'s' if certificate else ''}://127.0.0.1:{server.server_port}{path}"
-    try:
+    with serving(server, state.released):
         yield state
-    finally:
-        state.released.set()
-        server.shutdown()
-        server.server_close()
-        thread.join()
 
 
 def make_certificate(folder: Path, host: str = "127.0.0.1") -> tuple[Path, Path]:

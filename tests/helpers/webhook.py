@@ -5,8 +5,10 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
+
+from http_server import Server, serving
 
 
 @dataclass
@@ -60,15 +62,7 @@ def webhook(*statuses: int) -> Iterator[Webhook]:
         def log_message(self, *args: Any) -> None:
             """Print nothing."""
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
-    thread.start()
+    server = Server(Handler)
     state.address = f"http://127.0.0.1:{server.server_port}/services/s3cr3t-of-the-chat"
-    try:
+    with serving(server, state.released):
         yield state
-    finally:
-        state.released.set()
-        server.shutdown()
-        server.server_close()
-        thread.join()
