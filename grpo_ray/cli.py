@@ -11,6 +11,7 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -284,7 +285,7 @@ def run_eval(arguments: argparse.Namespace) -> int:
         if notice := require_evaluation_resources(config):
             progress.notice(notice)
         require_engine_system(config)
-        _, heldout = open_splits(config, needs_solutions(config))
+        _, heldout = open_splits(config, partial(needs_solutions, config))
         checkpoint = absolute_model(arguments.checkpoint)  # tasks of the cluster have other working folders
         policy = evaluated_policy(config, checkpoint)
         limits_template = not config.model.trust_remote_code  # limits are pointless if the model's own code may run
@@ -305,7 +306,9 @@ def run_eval(arguments: argparse.Namespace) -> int:
         splits = {key: each.index.split for key, each in filtered.items()}
         results = evaluate(config, checkpoint, splits, limits_template=limits_template, on_progress=progress.phase)
     for key, result in results.items():
-        print_evaluation(result, heldout_label(key), is_verdict=config.heldout_score == "correctness")
+        print_evaluation(
+            result, heldout_label(key), is_verdict=config.heldout_score_of(config.source_of(key)) == "correctness"
+        )
     # Named sets are written by name, even if there is only one; a single unnamed set is written without a key.
     described = {heldout_label(key): result.to_dict() for key, result in results.items()}
     described = described.get("", described)

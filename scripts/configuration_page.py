@@ -12,7 +12,7 @@ from generated_file import ROOT, output_parser, write_file
 from grpo_ray.config import vllm_fields
 from grpo_ray.config.checks import CHECKS
 from grpo_ray.config.fields import INTERNAL, FieldDescription, field_descriptions
-from grpo_ray.config.schema import SECTIONS, LoraConfig
+from grpo_ray.config.schema import SECTIONS, LoraConfig, SourceConfig
 from grpo_ray.config.trl_conditions import CONDITIONS
 from grpo_ray.config.trl_fields import OURS, PASSED, REFUSED, allowed_values, default_text, meaning
 
@@ -97,6 +97,13 @@ def render() -> str:
             parts += _vllm_tables()
         if section == "grpo":
             parts += _trl_tables()
+        if section == "data":
+            nested = field_descriptions(SourceConfig)
+            parts += [
+                "### data.train: sources of a mixture\n",
+                _docstring(SourceConfig),
+                _table("data.train.<name>", nested),
+            ]
         if section == "model":
             parts += ["### model.lora\n", _docstring(LoraConfig), _table("model.lora", field_descriptions(LoraConfig))]
     checks = [f"- {_docstring(check)}" for check in CHECKS]

@@ -20,7 +20,11 @@ Each reward function adds `reward/<name>_mean` and `reward/<name>_std`; a metric
 is `reward/x`. Each tool that was called adds `rollout/<name>/calls_mean` per completion,
 `rollout/<name>/failed_share` of its calls and `rollout/<name>/seconds_mean` of a call; the answers of an
 environment's `step` have the name `step`. Each named held-out set adds the metrics of `heldout/` under
-`heldout/<name>/`; those without a name are the primary set's.
+`heldout/<name>/`; those without a name are the primary set's. Each source of a mixture (`data.train`) adds
+`source/<name>/problems_share`, its share of the completions, `source/<name>/epoch`, the epoch of its latest problem
+from 0, `source/<name>/reward_mean` and `source/<name>/<reward>_mean` of each reward that applies to it,
+`source/<name>/equal_share` of its groups, and `source/<name>/length_mean` in tokens; a step without its problems has
+none of them.
 """
 
 

@@ -76,6 +76,12 @@ def small_run(cluster: None, policy: Path, tmp_path: Path) -> Callable[..., Any]
     return runner(policy, tmp_path)
 
 
+@pytest.fixture(scope="module")
+def module_run(cluster: None, policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
+    """Return `small_run` for the fixtures of a module, which several tests inspect."""
+    return runner(policy, tmp_path_factory.mktemp("module"))
+
+
 @pytest.fixture(scope="session")
 def reference_run(cluster: None, policy: Path, tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
     """An undisturbed run of two workers. Tests read its folder and change nothing in it."""

@@ -8,8 +8,9 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from grpo_ray.config.heldout_keys import AUTO
 from grpo_ray.config.reward_names import is_reward_model
-from grpo_ray.config.sources import AUTO, BUILT_IN_DATASETS, EMBEDDED_POLICIES, LOCAL_PREFIXES, names_files
+from grpo_ray.config.sources import BUILT_IN_DATASETS, EMBEDDED_POLICIES, LOCAL_PREFIXES, names_files
 
 if TYPE_CHECKING:
     from grpo_ray.config.schema import Config
@@ -20,7 +21,18 @@ def with_absolute_paths(config: "Config") -> dict[str, Any]:
 
     Relative paths start from the driver's working folder, in which the command is run.
     """
-    start, heldout = config.run.from_checkpoint, config.data.heldout
+    start, heldout, train = config.run.from_checkpoint, config.data.heldout, config.data.train
+    if isinstance(train, str):
+        train = absolute_dataset(train)
+    else:
+        train = {
+            name: dataclasses.replace(
+                source,
+                path=absolute_dataset(source.path),
+                rewards=source.rewards and tuple(map(absolute_reward, source.rewards)),
+            )
+            for name, source in train.items()
+        }
     if isinstance(heldout, Mapping):
         heldout = {name: absolute_dataset(dataset) for name, dataset in heldout.items()}
     elif heldout not in (None, AUTO):
@@ -35,7 +47,7 @@ def with_absolute_paths(config: "Config") -> dict[str, Any]:
             config.model,
             path=config.model.path if config.model.path in EMBEDDED_POLICIES else absolute_model(config.model.path),
         ),
-        "data": dataclasses.replace(config.data, train=absolute_dataset(config.data.train), heldout=heldout),
+        "data": dataclasses.replace(config.data, train=train, heldout=heldout),
         "rewards": dataclasses.replace(
             config.rewards,
             functions=tuple(absolute_reward(name) for name in config.rewards.functions),

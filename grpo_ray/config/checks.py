@@ -7,7 +7,7 @@ Nothing here imports a heavy library, so that a wrong setting is refused at once
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 from urllib.parse import SplitResult, urlsplit
 
@@ -17,6 +17,7 @@ from grpo_ray.config.reward_names import SCORES, is_reward_model, reward_name
 from grpo_ray.config.sampling import MIN_TEMPERATURE, TRL_FIELDS
 from grpo_ray.config.similar_names import suggestion
 from grpo_ray.config.sources import CHECKPOINT_PREFIX
+from grpo_ray.config.tool_paths import NO_ENVIRONMENT
 from grpo_ray.config.trl_conditions import (
     entropy_bounds_are_ordered,
     every_reward_has_a_weight,
@@ -623,7 +624,14 @@ def reward_names_differ(config: "Config") -> str | None:
 
 def heldout_score_is_known(config: "Config") -> str | None:
     """Require `heldout.score` to be a score that this run has."""
-    score, functions = config.heldout_score, config.rewards.functions
+    for source in dict.fromkeys(map(config.source_of, config.heldout_keys)):
+        if mistake := _mistaken_score(config, config.heldout_score_of(source), config.rewards_of(source)):
+            return mistake
+    return None
+
+
+def _mistaken_score(config: "Config", score: str, functions: Sequence[str]) -> str | None:
+    """Return the mistake of a score that is computed from these rewards."""
     if score not in SCORES and ":" not in score:
         return (
             f"heldout.score={score} must be one of {', '.join(SCORES)} or package.module:function"
@@ -661,6 +669,33 @@ def eased_conciseness_knows_the_success_rate(config: "Config") -> str | None:
     return None
 
 
+def sources_name_what_exists(config: "Config") -> str | None:
+    """Require each source of a mixture to name rewards and an environment of the run, and a source for each reward."""
+    if not config.is_mixture:
+        return None
+    functions, named = config.rewards.functions, [name for name in config.rollout.environments if name is not None]
+    if NO_ENVIRONMENT in named:
+        return f"rollout.environment has the name {NO_ENVIRONMENT!r}, which stands for no environment; choose another"
+    for name, source in config.training_sources.items():
+        field = f"data.train.{name}"
+        if unknown := [each for each in source.rewards or () if each not in functions]:
+            return (
+                f"{field}.rewards has {unknown[0]!r}, which rewards.functions does not name"
+                f"{suggestion(unknown[0], functions)}; add it there, or remove it"
+            )
+        environment = source.environment
+        if environment is not None and environment not in (*named, *([NO_ENVIRONMENT] if named else [])):
+            known = f"has {', '.join(named)}" if named else "has no names"
+            return f"{field}.environment={environment} must be a name in rollout.environment, which {known}"
+    used = {each for name in config.training_sources for each in config.rewards_of(name)}
+    if unused := [each for each in functions if each not in used]:
+        return (
+            f"rewards.functions has {unused[0]!r}, which applies to no source of data.train; add it to the rewards of "
+            "a source, or remove it"
+        )
+    return None
+
+
 CHECKS: tuple[Callable[["Config"], str | None], ...] = (
     numbers_are_finite,
     run_name_is_no_checkpoint,
@@ -693,6 +728,7 @@ CHECKS: tuple[Callable[["Config"], str | None], ...] = (
     sharded_learner_has_workers,
     every_reward_has_a_weight,
     reward_names_differ,
+    sources_name_what_exists,
     heldout_score_is_known,
     eased_conciseness_knows_the_success_rate,
     # Without these checks, TRL and transformers would ignore such mistakes, or report them only in a worker.

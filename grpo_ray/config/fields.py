@@ -37,6 +37,7 @@ class FieldDescription:
     """Default, allowed values and meaning of one field."""
 
     default: Any
+    """`dataclasses.MISSING` for a field that must be given."""
     values: str
     """Noun phrase that completes "must be ...", such as "a whole number of at least 1, or null"."""
     meaning: str
@@ -46,7 +47,9 @@ class FieldDescription:
 
     @property
     def default_text(self) -> str:
-        """Default as it is written in YAML."""
+        """Default as it is written in YAML; "required" if there is none."""
+        if self.default is dataclasses.MISSING:
+            return "required"
         return json.dumps(
             self.default, default=lambda value: dict(value) if isinstance(value, Mapping) else list(value)
         )
@@ -152,7 +155,8 @@ def describe_errors(
             known = [count for count in range(1, len(path) + 1) if ".".join(path[:count]) in described]
             path = path[: max(known, default=0)]
             field, name = described[".".join(path)], ".".join(path)
-            default = "" if field.is_section and field.default is not None else f"; the default is {field.default_text}"
+            has_text = field.default is not dataclasses.MISSING and not (field.is_section and field.default is not None)
+            default = f"; the default is {field.default_text}" if has_text else ""
             lines.append(f"{name}={_value_at(settings, path)!r} must be {field.values}{default}")
     return "\n".join(dict.fromkeys(lines))
 

@@ -132,10 +132,14 @@ def from_mapping(settings: Mapping[str, Any]) -> Config:
 
 def _default_run_name(settings: Mapping[str, Any]) -> str:
     """Derive a run name from model and data, so that another model or dataset never resumes the same run."""
-    parts = []
+    parts: list[str] = []
     for section, key, default in (("model", "path", ModelConfig().path), ("data", "train", DataConfig().train)):
         fields = settings.get(section, {})
-        value = str(fields.get(key, default)) if isinstance(fields, Mapping) else default
+        value = fields.get(key, default) if isinstance(fields, Mapping) else default
+        if isinstance(value, Mapping):  # a mixture
+            parts += map(str, value)
+            continue
+        value = str(value)
         if "://" in value:  # a run name must contain neither credentials nor a query
             value = strip_hidden(redact_text(value)).partition("?")[0]
         if value != ModelConfig().path:  # the embedded policy is not mentioned

@@ -8,9 +8,10 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from grpo_ray.config.heldout_keys import AUTO
 from grpo_ray.config.reward_names import derived_score
-from grpo_ray.config.schema import SECTIONS
-from grpo_ray.config.sources import AUTO
+from grpo_ray.config.schema import SECTIONS, DataConfig
+from grpo_ray.config.sources import train_paths
 from grpo_ray.config.yaml_documents import parse_yaml
 from grpo_ray.errors import ConfigError, DamagedFileError
 from grpo_ray.text.redaction import hidden_settings
@@ -118,14 +119,17 @@ def evaluation_settings(
     for section, names in UNUSED_FIELDS.items():
         for name in names:
             settings.get(section, {}).pop(name, None)
-    _select_score(settings, score, trusts_rewards)
     data = settings.setdefault("data", {})
+    if isinstance(train := data.get("train"), Mapping):  # a copy, which is changed below
+        data["train"] = {name: dict(source) for name, source in train.items() if isinstance(source, Mapping)}
     if data_is_given:
         data.pop("heldout", None)
-    if data_is_given or data.get("heldout", AUTO) not in (None, AUTO):
         data.pop("train", None)
-    for name in ("train", "heldout"):
-        for source in _texts(data.get(name)):
+    elif data.get("heldout", AUTO) not in (None, AUTO):
+        _drop_training_data(data)
+    _select_scores(settings, score, trusts_rewards)
+    for name, paths in (("train", train_paths(data.get("train"))), ("heldout", _texts(data.get("heldout")))):
+        for source in paths:
             if not PLAIN_SOURCE.match(source):
                 raise ConfigError(
                     f"data.{name}={source} of the run folder is not opened, because its protocol may run code; name "
@@ -136,8 +140,19 @@ def evaluation_settings(
     return settings
 
 
-def _select_score(settings: dict[str, dict[str, Any]], given: str | None, is_trusted: bool) -> None:
-    """Set `heldout.score` in recorded settings, and drop the rewards that it is not computed from.
+def _drop_training_data(data: dict[str, Any]) -> None:
+    """Drop the training problems, which an evaluation on other problems need not open; keep a mixture's rewards."""
+    if isinstance(train := data.get("train"), Mapping):
+        for source in train.values():
+            source["path"] = DataConfig.train
+    else:
+        data.pop("train", None)
+
+
+def _select_scores(settings: dict[str, dict[str, Any]], given: str | None, is_trusted: bool) -> None:
+    """Set `heldout.score` in recorded settings, and drop the rewards that no score is computed from.
+
+    In a mixture each source may have a score of its own (`Config.heldout_score_of`), which is derived again.
 
     Args:
         given: the user's own value; None: as recorded.
@@ -148,15 +163,16 @@ def _select_score(settings: dict[str, dict[str, Any]], given: str | None, is_tru
     """
     heldout, rewards = settings.setdefault("heldout", {}), settings.setdefault("rewards", {})
     functions = _texts(rewards.get("functions")) or ["correctness"]
+    train = settings.get("data", {}).get("train")
+    if isinstance(train, Mapping) and not given and not heldout.get("score"):
+        _select_rewards_of_sources(settings, train, functions, is_trusted)
+        return
     score = given or heldout.get("score") or derived_score(functions)
-    code = untrusted_rewards(score, functions, is_given=given is not None)
-    if code and not is_trusted:
-        raise ConfigError(
-            f"the run folder scores held-out completions with its own code {code[0]}, which is not run on its behalf; "
-            "allow it with --trust-rewards, name your own config with --config, or another score, such as "
-            "heldout.score=correctness"
-        )
+    _require_trust(untrusted_rewards(score, functions, is_given=given is not None), is_trusted)
     heldout["score"] = score
+    if isinstance(train, Mapping):
+        for source in train.values():
+            source.pop("rewards", None)
     if score == "reward":
         return
     own_settings = rewards.get("settings")
@@ -169,6 +185,35 @@ def _select_score(settings: dict[str, dict[str, Any]], given: str | None, is_tru
         rewards["functions"] = [score]
         if isinstance(own_settings, Mapping) and score in own_settings:
             rewards["settings"] = {score: own_settings[score]}
+
+
+def _require_trust(code: Collection[str], is_trusted: bool) -> None:
+    """Raise ConfigError if scores are computed by recorded code that is not allowed."""
+    if code and not is_trusted:
+        raise ConfigError(
+            f"the run folder scores held-out completions with its own code {next(iter(code))}, which is not run on its "
+            "behalf; allow it with --trust-rewards, name your own config with --config, or another score, such as "
+            "heldout.score=correctness"
+        )
+
+
+def _select_rewards_of_sources(
+    settings: dict[str, dict[str, Any]], train: Mapping[str, Any], functions: list[str], is_trusted: bool
+) -> None:
+    """Keep the rewards that the scores of a recorded mixture are computed from, and their settings and weights."""
+    own = {name: _texts(source.get("rewards")) or functions for name, source in train.items()}
+    scores = {name: derived_score(rewards) for name, rewards in own.items()}
+    used = {each for name, score in scores.items() for each in (own[name] if score == "reward" else [score])}
+    _require_trust([each for each in functions if each in used and ":" in each], is_trusted)
+    kept = [index for index, each in enumerate(functions) if each in used]
+    rewards, grpo = settings["rewards"], settings.get("grpo", {})
+    rewards["functions"] = [functions[index] for index in kept] or ["correctness"]
+    if isinstance(all_settings := rewards.get("settings"), Mapping):
+        rewards["settings"] = {name: value for name, value in all_settings.items() if name in used}
+    if isinstance(weights := grpo.get("reward_weights"), list):
+        grpo["reward_weights"] = [weight for index, weight in enumerate(weights) if index in kept]
+    for name, source in train.items():
+        source["rewards"] = [each for each in own[name] if each in used] or None
 
 
 def untrusted_rewards(score: Any, functions: Collection[str], is_given: bool = False) -> list[str]:

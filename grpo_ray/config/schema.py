@@ -9,16 +9,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, ValidationError
 
 from grpo_ray.config.absolute_paths import with_absolute_paths
 from grpo_ray.config.checks import check_across_fields, check_advantages
 from grpo_ray.config.fields import VALUES, describe_errors, field_descriptions, type_adapter, unknown_key_message
-from grpo_ray.config.heldout_keys import heldout_keys, primary_key, ranking_metric
+from grpo_ray.config.heldout_keys import AUTO, heldout_keys, heldout_label, primary_key, ranking_metric
 from grpo_ray.config.reward_names import SOLUTION_REWARDS, derived_score
 from grpo_ray.config.sampling import SamplingOptions, sampling_options
 from grpo_ray.config.sizes import Sizes
-from grpo_ray.config.sources import AUTO, HeldoutSource, heldout_sources
+from grpo_ray.config.sources import HeldoutSource, TrainingSource, heldout_sources, training_sources
 from grpo_ray.config.tool_paths import is_remote, uses_python_tool
 from grpo_ray.config.trl_fields import PASSED, effective_value, find_mistake, trl_fields
 from grpo_ray.config.vllm_fields import check_vllm_fields
@@ -243,24 +243,92 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SourceConfig:
+    """One source of a mixture: a dataset, its share of each step, and what applies to its problems."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+    path: str
+    """Dataset, in the forms of `data.train`."""
+    weight: Annotated[float, Field(gt=0, le=1_000_000)] = 1.0
+    """Weight of the source: its share of the problems is the weight divided by the sum of all weights."""
+    rewards: Annotated[tuple[str, ...], Field(min_length=1)] | None = None
+    """Entries of `rewards.functions` that apply to the source's problems; the others are None there. null: all."""
+    environment: str | None = None
+    """Name of the environment in `rollout.environment` in which the source's problems are solved. null (derived): the
+    column `environment` of a row, or none."""
+    system_prompt: str | None = None
+    """System message for the source's prompts that have none. null: `data.system_prompt`."""
+    columns: Mapping[str, str] | None = None
+    """Column names of the source's files. null: `data.columns`."""
+    limit: PositiveInt | None = None
+    """Maximum number of the source's problems to use. null: `data.limit`."""
+
+
+def check_sources(train: Any) -> Any:
+    """Check each source of a mixture on its own, so that an error names source and field; other values pass unchanged.
+
+    Raises:
+        ValueError: a source has an unknown key, no `path`, or a value that is not allowed; one line per mistake.
+    """
+    if not isinstance(train, Mapping):
+        return train
+    mistakes: list[str] = []
+    for name, source in train.items():
+        field = f"data.train.{name}"
+        if isinstance(source, Mapping) and "path" not in source:
+            known = [*field_descriptions(SourceConfig)]
+            wrong = [unknown_key_message(str(key), known) for key in source if key not in known]
+            mistakes.append(
+                f"{field} must have a `path`, the source's dataset" + "".join(f"; {each}" for each in wrong)
+            )
+        elif isinstance(source, Mapping):
+            try:
+                type_adapter(SourceConfig).validate_python(source)
+            except ValidationError as error:
+                lines = describe_errors(error, SourceConfig, source).splitlines()
+                start = "unknown key "
+                mistakes += [
+                    f"{start}{field}.{line.removeprefix(start)}" if line.startswith(start) else f"{field}.{line}"
+                    for line in lines
+                ]
+    if mistakes:
+        raise ValueError("\n".join(mistakes))
+    return train
+
+
+Mixture = Annotated[
+    Mapping[FolderName, SourceConfig],
+    Field(
+        min_length=1,
+        json_schema_extra={
+            VALUES: "a non-empty mapping from names to sources, each with `path` (in a name: letters, digits, '.', '_' "
+            "and '-')"
+        },
+    ),
+]
+
+
+@dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """Training and held-out problems."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
-    train: str = "arithmetic"
+    train: Annotated[str | Mixture, BeforeValidator(check_sources)] = "arithmetic"
     """Training problems: a built-in dataset, such as arithmetic or deepmath (data.md lists them), a hub id, or parquet,
-    jsonl or csv files (path, folder, glob or URI)."""
+    jsonl or csv files (path, folder, glob or URI). Several datasets at once: a mixture, a mapping from names to
+    sources, such as {math: {path: deepmath, weight: 3}, games: {path: guessing, rewards: [environment]}}."""
     heldout: str | HeldoutSets | None = AUTO
     """Problems for evaluation, in the same forms as `train`. Several sets: a mapping from names to datasets, such as
     {math: data/math.jsonl, gsm8k: gsm8k}; the first one ranks checkpoints unless `run.best_metric` names another.
     "auto": the held-out split of a built-in `train`, or a part of any other `train`, which is not trained on. null:
-    always a part of `train`."""
+    always a part of `train`. With a mixture, "auto" and null give a set for each source, under its name."""
     heldout_share: Fraction | None = None
     """Fraction of the problems that is split off `train`, by a hash of their content, when a part of it is held out.
     null (derived): 0.05, but at most about 500 problems; 0.005 when `heldout` is null."""
     limit: PositiveInt | None = None
-    """Maximum number of problems of `train` to use. null (off): all."""
+    """Maximum number of problems of `train` to use, of each source in a mixture. null (off): all."""
     heldout_limit: PositiveInt | None = 600
     """Maximum number of held-out problems to evaluate, in each set. null (off): all."""
     columns: Mapping[str, str] = field(default_factory=dict)
@@ -614,12 +682,33 @@ class Config:
     @property
     def heldout_keys(self) -> list[str]:
         """Keys of the held-out sets, which are the prefixes of their metrics."""
-        return heldout_keys(self.data.heldout)
+        return heldout_keys(self.data.heldout, self.data.train)
+
+    @property
+    def is_mixture(self) -> bool:
+        """True if the training problems come from several sources."""
+        return not isinstance(self.data.train, str)
+
+    @property
+    def training_sources(self) -> dict[str, TrainingSource]:
+        """Sources of the training problems by name, sorted; a single dataset has the name ""."""
+        return training_sources(self.data)
 
     @property
     def heldout_sources(self) -> dict[str, HeldoutSource]:
         """Key of each held-out set -> the dataset that its problems come from, and why."""
         return heldout_sources(self.data.train, self.data.heldout)
+
+    def rewards_of(self, source: str) -> tuple[str, ...]:
+        """Return the entries of `rewards.functions` that apply to the problems of a source, in their order.
+
+        Args:
+            source: name of a source of a mixture; all apply for any other name.
+        """
+        found = self.training_sources.get(source)
+        if found is None or found.rewards is None:
+            return self.rewards.functions
+        return tuple(name for name in self.rewards.functions if name in found.rewards)
 
     @property
     def primary_heldout(self) -> str:
@@ -633,13 +722,31 @@ class Config:
 
     @property
     def heldout_score(self) -> str:
-        """Score of held-out completions: "correctness", "environment", "reward" or `package.module:function`."""
-        return self.heldout.score or derived_score(self.rewards.functions)
+        """Score of the completions of the primary held-out set; see `heldout_score_of`."""
+        return self.heldout_score_of(self.source_of(self.primary_heldout))
+
+    def heldout_score_of(self, source: str) -> str:
+        """Return the score of held-out completions: "correctness", "environment", "reward" or package.module:function.
+
+        Args:
+            source: name of the source of a mixture that the problems belong to; "" for none.
+        """
+        return self.heldout.score or derived_score(self.rewards_of(source))
+
+    def source_of(self, key: str) -> str:
+        """Return the source of a mixture whose rewards score the held-out set with this key; "" if there is none."""
+        label = heldout_label(key)
+        return label if self.is_mixture and label in self.training_sources else ""
+
+    def needs_solutions_of(self, source: str) -> bool:
+        """Return True if a built-in reward or score reads the solutions of a source's problems; each must have one."""
+        reads = not set(SOLUTION_REWARDS).isdisjoint(self.rewards_of(source))
+        return reads or self.heldout_score_of(source) == "correctness"
 
     @property
     def needs_solutions(self) -> bool:
-        """True if a built-in reward reads the solutions of the problems, so that every problem must have one."""
-        return self.heldout_score == "correctness" or not set(SOLUTION_REWARDS).isdisjoint(self.rewards.functions)
+        """True if a built-in reward or score reads the solutions of any training problems."""
+        return any(map(self.needs_solutions_of, self.training_sources))
 
     @property
     def columns_decide_tasks(self) -> bool:
@@ -689,6 +796,9 @@ class Config:
         """Return the config in the shape of the YAML: dicts, lists and scalars, TRL's fields merged into `grpo`."""
         plain = type_adapter(Config).dump_python(self)
         plain["grpo"] |= plain["grpo"].pop("trl")
+        if self.is_mixture:
+            for source in plain["data"]["train"].values():
+                source["rewards"] = None if source["rewards"] is None else list(source["rewards"])
         plain["rewards"]["functions"] = list(plain["rewards"]["functions"])
         plain["rollout"]["tools"] = list(plain["rollout"]["tools"])
         plain["rollout"]["variables"] = list(plain["rollout"]["variables"])

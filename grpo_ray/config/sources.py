@@ -3,9 +3,13 @@
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any
 
-from grpo_ray.config.heldout_keys import HELDOUT, heldout_keys
+from grpo_ray.config.heldout_keys import AUTO, HELDOUT, heldout_keys
+
+if TYPE_CHECKING:
+    from grpo_ray.config.schema import Config, DataConfig, SourceConfig
 
 HUB_DATASETS = {"deepmath": "trl-lib/DeepMath-103K", "gsm8k": "openai/gsm8k"}
 """Built-in dataset on the hub -> its id there."""
@@ -25,8 +29,6 @@ LOCAL_PREFIXES = (".", "/", "~")
 CHECKPOINT_PREFIX = "checkpoint-"
 """Prefix of checkpoint names. A path whose last part has it is a checkpoint's, not a run's."""
 
-AUTO = "auto"
-"""Default of `data.heldout`: problems of the same kind as `data.train`."""
 AUTO_SHARE = 0.05
 """Share of a dataset that is held out by default, unless this exceeds AUTO_PROBLEMS."""
 AUTO_PROBLEMS = 500
@@ -47,6 +49,71 @@ class HeldoutSource:
     """Setting that selects this dataset, and how, for messages."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class TrainingSource:
+    """One source of the training problems, with the defaults of the section `data` filled in."""
+
+    name: str
+    """Name in the mixture; "" for a single dataset."""
+    dataset: str
+    """Dataset, in the form of `data.train`."""
+    share: Fraction
+    """Share of the problems of the run, above 0, at most 1; all shares add up to 1."""
+    rewards: tuple[str, ...] | None
+    """Entries of `rewards.functions` that apply to its problems; None: all."""
+    environment: str | None
+    """Name of the environment of its problems; None: the column `environment` of a row, or none."""
+    system_prompt: str | None
+    columns: Mapping[str, str]
+    """Our column name -> the file's."""
+    limit: int | None
+    """Largest number of its problems to use; None: all."""
+
+    @property
+    def label(self) -> str:
+        """Name of its problems in messages."""
+        return f"{self.name} ({self.dataset})" if self.name else self.dataset
+
+
+def training_sources(data: "DataConfig") -> dict[str, TrainingSource]:
+    """Return the sources of the training problems by name, sorted by name; a single dataset has the name ""."""
+    defaults: dict[str, Any] = {"columns": data.columns, "system_prompt": data.system_prompt, "limit": data.limit}
+    if isinstance(data.train, str):
+        own = TrainingSource(name="", dataset=data.train, share=Fraction(1), rewards=None, environment=None, **defaults)
+        return {"": own}
+    # As written in the YAML: the float 0.1 itself is no tenth, and shares of 0.1 and 0.9 would not add up to 1.
+    weights = {name: Fraction(str(source.weight)) for name, source in data.train.items()}
+    return {
+        name: TrainingSource(
+            name=name,
+            dataset=source.path,
+            share=weights[name] / sum(weights.values()),
+            rewards=source.rewards,
+            environment=source.environment,
+            **{
+                field: default if (own := getattr(source, field)) is None else own
+                for field, default in defaults.items()
+            },
+        )
+        for name, source in sorted(data.train.items())
+    }
+
+
+def describe_training(config: "Config") -> str:
+    """Return the training problems of a config in a few words: the dataset, or the names of a mixture's sources."""
+    return config.data.train if isinstance(config.data.train, str) else " + ".join(config.data.train)
+
+
+def train_paths(train: Any) -> list[str]:
+    """Return the datasets that a value of `data.train` names; a value of another form names none."""
+    if isinstance(train, Mapping):
+        found = (
+            each.get("path") if isinstance(each, Mapping) else getattr(each, "path", None) for each in train.values()
+        )
+        return [path for path in found if isinstance(path, str)]
+    return [train] if isinstance(train, str) else []
+
+
 def names_files(dataset: str) -> bool:
     """Return True if the name of a dataset that is not built in refers to files (path, folder, glob or URI).
 
@@ -60,7 +127,9 @@ def names_files(dataset: str) -> bool:
     )
 
 
-def heldout_sources(train: str, heldout: str | Mapping[str, str] | None) -> dict[str, HeldoutSource]:
+def heldout_sources(
+    train: "str | Mapping[str, SourceConfig]", heldout: str | Mapping[str, str] | None
+) -> dict[str, HeldoutSource]:
     """Return the source of the problems of each held-out set, by the set's key.
 
     Args:
@@ -70,13 +139,27 @@ def heldout_sources(train: str, heldout: str | Mapping[str, str] | None) -> dict
     if isinstance(heldout, Mapping):
         sets = zip(heldout_keys(heldout), heldout.items(), strict=True)
         return {key: HeldoutSource(dataset, False, f"data.heldout names it {name}") for key, (name, dataset) in sets}
-    if heldout is None:
-        return {HELDOUT: HeldoutSource(train, True, "data.heldout=null: a part of data.train")}
-    if heldout != AUTO:
+    if heldout not in (None, AUTO):
         return {HELDOUT: HeldoutSource(heldout, False, "data.heldout names it")}
-    if train in BUILT_IN_DATASETS:
-        return {HELDOUT: HeldoutSource(train, False, "data.heldout=auto: the held-out split of data.train")}
-    return {HELDOUT: HeldoutSource(train, True, "data.heldout=auto: a part of data.train")}
+    if isinstance(train, str):
+        return {HELDOUT: _derived_source(train, heldout, "data.train")}
+    return {
+        f"{HELDOUT}/{name}": _derived_source(source.path, heldout, f"data.train.{name}")
+        for name, source in train.items()
+    }
+
+
+def _derived_source(dataset: str, heldout: str | None, field: str) -> HeldoutSource:
+    """Return the source of held-out problems that a training dataset determines.
+
+    Args:
+        heldout: `data.heldout`, null or "auto".
+        field: field that names the training dataset.
+    """
+    value = "null" if heldout is None else heldout
+    if heldout == AUTO and dataset in BUILT_IN_DATASETS:
+        return HeldoutSource(dataset, False, f"data.heldout={value}: the held-out split of {field}")
+    return HeldoutSource(dataset, True, f"data.heldout={value}: a part of {field}")
 
 
 def derived_heldout_share(heldout: Any, rows: int) -> float:

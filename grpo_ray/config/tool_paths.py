@@ -2,6 +2,9 @@
 
 from collections.abc import Iterable
 
+NO_ENVIRONMENT = "none"
+"""Value of a problem's column `environment` that stands for none, in a run whose environments have names."""
+
 
 def runs_policy_code(tool: str) -> bool:
     """Return True if a tool of `rollout.tools` runs code that the policy writes."""

@@ -288,7 +288,7 @@ def _rename(row: Mapping[str, Any], columns: Mapping[str, str], where: str) -> d
     for ours, theirs in columns.items():
         if theirs not in row:
             raise DataError(
-                f"{where}: no column '{theirs}' (data.columns maps '{ours}' to it); the row has "
+                f"{where}: no column '{theirs}' (`columns` maps '{ours}' to it); the row has "
                 f"{', '.join(sorted(map(str, row))) or 'no columns'}"
             )
     mapped = set(columns.values())

@@ -255,19 +255,19 @@ class Ledger:
         other._dataset = self._dataset
         return other
 
-    def save(self, folder: Path) -> None:
-        """Write the ledger into a checkpoint's folder; equal ledgers are written as equal bytes."""
-        (folder / FILE_NAME).write_bytes(self._to_bytes())
+    def save(self, folder: Path, name: str = FILE_NAME) -> None:
+        """Write the ledger into a file of a checkpoint's folder; equal ledgers are written as equal bytes."""
+        (folder / name).write_bytes(self._to_bytes())
 
     @classmethod
-    def load(cls, folder: Path) -> "Ledger":
-        """Read the ledger of a checkpoint.
+    def load(cls, folder: Path, name: str = FILE_NAME) -> "Ledger":
+        """Read the ledger from a file of a checkpoint's folder.
 
         Raises:
             FileNotFoundError: the checkpoint has no ledger.
             CheckpointError: the file is damaged.
         """
-        path = folder / FILE_NAME
+        path = folder / name
         try:
             return cls._from_bytes(path.read_bytes())
         except FileNotFoundError:

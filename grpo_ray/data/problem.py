@@ -27,11 +27,13 @@ RESERVED_COLUMNS = {
     "completion": "is not passed to rewards by TRL",
     **dict.fromkeys(("image", "images"), "makes TRL treat the problem as one with images, even if it is null"),
     "self": "is the name of the first argument of a reward that is a class",
-    "grpo_ray_columns": "is used by grpo_ray itself",
+    **dict.fromkeys(("grpo_ray_columns", "grpo_ray_source"), "is used by grpo_ray itself"),
 }
 """Column of a file that is refused -> the reason. TRL's `GRPOTrainer._calculate_rewards` passes all columns to rewards,
 and `_generate_and_score_completions` reads `image` and `images`."""
 
+SOURCE = "grpo_ray_source"
+"""Item of a row of TRL's inputs with the name of the problem's source; only rows of a mixture have it."""
 _OWN_ITEMS = ("id", "epoch", "index")
 """Items that the learner reads from a row of TRL's inputs; columns of the same names are stored separately."""
 _COLLIDING = "grpo_ray_columns"
@@ -52,6 +54,8 @@ class Problem:
     columns: Mapping[str, Any] = field(default_factory=dict)
     """Further columns of the row (topic, difficulty ...); rewards receive them as keyword arguments. All problems of a
     split have the same ones (`stream.Split.columns`)."""
+    source: str = ""
+    """Name of the source of a mixture that it belongs to; "" for a problem of a single dataset."""
     where: str = field(default="", compare=False, repr=False)
     """File and row, for error messages; "" if the problem is in no file."""
     question_id: str = field(default="", compare=False, repr=False)
@@ -68,6 +72,18 @@ class Problem:
             return self
         return replace(self, prompt=[{"role": "system", "content": system_prompt}, *self.prompt])
 
+    def of_source(self, source: str, environment: str | None = None) -> "Problem":
+        """Return the problem as one of a source of a mixture.
+
+        Its id is another one, so that sources with equal problems count them separately. Its `question_id` stays.
+
+        Args:
+            environment: value of the column `environment`; None: as in the row.
+        """
+        digest = hashlib.sha256(f"{source}/{self.id}".encode()).hexdigest()[:16]
+        columns = self.columns if environment is None else {**self.columns, "environment": environment}
+        return replace(self, id=digest, source=source, columns=columns)
+
     def with_columns(self, names: Sequence[str]) -> "Problem":
         """Return the problem with these columns and no others, in this order; a column that it lacks is None."""
         if list(self.columns) == list(names):
@@ -81,7 +97,9 @@ class Problem:
             epoch: epoch that the group counts for.
             index: number of the completion in its group.
         """
-        own = {"id": self.id, "epoch": epoch, "index": index}
+        own: dict[str, Any] = {"id": self.id, "epoch": epoch, "index": index}
+        if self.source:
+            own[SOURCE] = self.source
         row = {**self.columns, "prompt": self.prompt, "solution": self.solution or None, **own}
         if colliding := {name: self.columns[name] for name in _OWN_ITEMS if name in self.columns}:
             row[_COLLIDING] = colliding
@@ -91,9 +109,11 @@ class Problem:
 def reward_columns(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return the columns that rewards receive for a row of `Problem.as_row`.
 
-    These are the dataset's columns, and the row's `id`, `epoch` and `index` unless the dataset has such a column.
+    These are the dataset's columns, and the row's `id`, `epoch` and `index`, in a mixture also its `source`, unless the
+    dataset has such a column.
     """
-    return {name: value for name, value in row.items() if name != _COLLIDING} | row.get(_COLLIDING, {})
+    columns = {name: value for name, value in row.items() if name not in (_COLLIDING, SOURCE)} | row.get(_COLLIDING, {})
+    return {"source": row[SOURCE]} | columns if SOURCE in row else columns
 
 
 def problem_id(prompt: list[dict[str, str]], solution: str, columns: Mapping[str, Any] | None = None) -> str:

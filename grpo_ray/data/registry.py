@@ -10,7 +10,7 @@ from functools import partial
 from typing import Protocol
 
 from grpo_ray.config.schema import DataConfig
-from grpo_ray.config.sources import names_files
+from grpo_ray.config.sources import TrainingSource, names_files
 from grpo_ray.data.arithmetic import arithmetic_problems
 from grpo_ray.data.deepmath import deepmath_shards, hub_shards
 from grpo_ray.data.files import FileShard, file_shards
@@ -66,15 +66,36 @@ DATASETS: dict[str, Callable[[str, Mapping[str, str], str | None], Sequence[Shar
 are also in `BUILT_IN_DATASETS` (`config/sources.py`)."""
 
 
+@dataclass(frozen=True)
+class SourceShard:
+    """Shard of a source of a mixture."""
+
+    shard: Shard
+    source: str
+    environment: str | None
+
+    @property
+    def num_rows(self) -> int:
+        return self.shard.num_rows
+
+    def read(self) -> Iterator[Problem]:
+        """Yield the problems of the shard as those of the source."""
+        return (problem.of_source(self.source, self.environment) for problem in self.shard.read())
+
+
 def open_dataset(
-    name: str, split: str, config: DataConfig, needs_solutions: bool = True, columns_decide: bool = False
+    name: str,
+    split: str,
+    config: DataConfig | TrainingSource,
+    needs_solutions: bool = True,
+    columns_decide: bool = False,
 ) -> Sequence[Shard]:
     """Return the shards of a dataset: a built-in one, files, or a hub dataset, tried in this order.
 
     Args:
         name: key of `DATASETS`, path, folder, glob, URI, or hub id (`owner/name`).
         split: "train" or "heldout".
-        config: section `data`, for the names of the columns and the system prompt.
+        config: section `data`, or a source of it, for the names of the columns and the system prompt.
         needs_solutions: False if rows may lack a solution, because no reward reads it.
         columns_decide: True if the columns determine the task (`parse_problem`).
 
@@ -90,7 +111,7 @@ def open_dataset(
     ]
 
 
-def _open_dataset(name: str, split: str, config: DataConfig) -> Sequence[Shard]:
+def _open_dataset(name: str, split: str, config: DataConfig | TrainingSource) -> Sequence[Shard]:
     if name in DATASETS:
         return DATASETS[name](split, config.columns, config.system_prompt)
     if not names_files(name) and name.count("/") == 1:

@@ -21,11 +21,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
+from grpo_ray.config.heldout_keys import HELDOUT
 from grpo_ray.config.schema import Config
-from grpo_ray.config.sources import derived_heldout_share
+from grpo_ray.config.sources import TrainingSource, derived_heldout_share
 from grpo_ray.data.ledger import DatasetFingerprint, IdArray, ids_to_uint64, isin_sorted, uint64_to_ids
 from grpo_ray.data.problem import Problem
-from grpo_ray.data.registry import Shard, is_heldout, open_dataset
+from grpo_ray.data.registry import Shard, SourceShard, is_heldout, open_dataset
 from grpo_ray.errors import DataError
 
 if TYPE_CHECKING:
@@ -97,25 +98,44 @@ def _unique(problems: Iterable[Problem]) -> Iterator[Problem]:
             yield problem
 
 
-def open_splits(config: Config, needs_solutions: bool | None = None) -> tuple[Split, dict[str, Split]]:
-    """Open the training split of a config, and its held-out sets by key (`config/heldout_keys.py`).
+def open_splits(
+    config: Config, needs_solutions: Callable[[str], bool] | None = None
+) -> tuple[dict[str, Split], dict[str, Split]]:
+    """Open the training splits of a config by source, and its held-out sets by key (`config/heldout_keys.py`).
+
+    A single dataset is the source "".
 
     Args:
-        needs_solutions: True if every row must have a solution (`registry.needs_solutions`, which loads the rewards);
-            None: if a built-in reward reads it.
+        needs_solutions: returns True if every row of a source must have a solution (`registry.needs_solutions`, which
+            loads the rewards); None: if a built-in reward reads it.
     """
-    data, sources = config.data, config.heldout_sources
-    needs = config.needs_solutions if needs_solutions is None else needs_solutions
-    rows = {"needs_solutions": needs, "columns_decide": config.columns_decide_tasks}
-    shards = open_dataset(data.train, "train", data, **rows)
-    if not any(source.is_part_of_training for source in sources.values()):
-        return Split(data.train, shards, limit=data.limit), {
-            key: Split(source.dataset, open_dataset(source.dataset, "heldout", data, **rows), limit=data.heldout_limit)
-            for key, source in sources.items()
-        }
-    share = data.heldout_share or derived_heldout_share(data.heldout, sum(shard.num_rows for shard in shards))
-    part = Split(data.train, shards, share, keep_heldout=True, limit=data.heldout_limit)
-    return Split(data.train, shards, share, limit=data.limit), dict.fromkeys(sources, part)
+    data, heldout = config.data, config.heldout_sources
+    needs = needs_solutions or config.needs_solutions_of
+
+    def open_source(dataset: str, split: str, source: TrainingSource | None) -> Sequence[Shard]:
+        name = "" if source is None else source.name
+        shards = open_dataset(dataset, split, source or data, needs(name), config.columns_decide_tasks)
+        return (
+            shards if source is None or not name else [SourceShard(each, name, source.environment) for each in shards]
+        )
+
+    training: dict[str, Split] = {}
+    parts: dict[str, Split] = {}
+    for name, source in config.training_sources.items():
+        shards = open_source(source.dataset, "train", source)
+        key = f"{HELDOUT}/{name}" if name else HELDOUT
+        share = 0.0
+        if key in heldout and heldout[key].is_part_of_training:
+            share = data.heldout_share or derived_heldout_share(data.heldout, sum(shard.num_rows for shard in shards))
+            parts[key] = Split(source.label, shards, share, keep_heldout=True, limit=data.heldout_limit)
+        training[name] = Split(source.label, shards, share, limit=source.limit)
+    sets: dict[str, Split] = {}
+    for key, each in heldout.items():
+        source_of_set = config.training_sources.get(config.source_of(key))
+        sets[key] = parts.get(key) or Split(
+            each.dataset, open_source(each.dataset, "heldout", source_of_set), limit=data.heldout_limit
+        )
+    return training, sets
 
 
 def describe_heldout_part(dataset: str, heldout: int, training: int) -> str:
@@ -350,6 +370,10 @@ class EpochReader:
     def num_read_tasks(self) -> int:
         return 1 + (2 if self.with_preferred else 1) * self.num_windows
 
+    def read_epoch(self, plan: EpochPlan) -> Iterator[dict[str, Any]]:
+        """Yield the rows of all read tasks."""
+        return itertools.chain.from_iterable(self.run_read_task(task, plan) for task in range(self.num_read_tasks))
+
     def run_read_task(self, task: int, plan: EpochPlan) -> Iterator[dict[str, Any]]:
         """Yield the rows of one read task.
 
@@ -454,11 +478,16 @@ def to_row(problem: Problem, epoch: int) -> dict[str, Any]:
         "prompt": json.dumps(problem.prompt),
         "solution": problem.solution,
         "columns": json.dumps(dict(problem.columns), default=str),
+        "source": problem.source,
     }
 
 
 def from_row(row: Mapping[str, Any]) -> Problem:
     """Convert a row of `to_row` back into a problem."""
     return Problem(
-        id=row["id"], prompt=json.loads(row["prompt"]), solution=row["solution"], columns=json.loads(row["columns"])
+        id=row["id"],
+        prompt=json.loads(row["prompt"]),
+        solution=row["solution"],
+        columns=json.loads(row["columns"]),
+        source=row["source"],
     )

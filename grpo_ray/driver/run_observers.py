@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from grpo_ray.config.sources import describe_training
 from grpo_ray.driver.cluster.connection import WarmStartEnd
 from grpo_ray.driver.preflight.run_context import RunContext
 from grpo_ray.driver.summary import describe_run
@@ -56,7 +57,7 @@ def _trackers(context: RunContext) -> list[RunObserver]:
             name=config.run.name,
             project=config.run.project,
             config=dict(flatten(describe_run(config))),
-            tags={"model": tag(config.model.path), "data": tag(config.data.train)},
+            tags={"model": tag(config.model.path), "data": tag(describe_training(config))},
             folder=folder,
         )
 

@@ -9,7 +9,7 @@ from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from grpo_ray.config.heldout_keys import split_name
+from grpo_ray.config.heldout_keys import split_name, training_name
 from grpo_ray.config.recorded import RECORDED_CONFIG
 from grpo_ray.config.schema import Config
 from grpo_ray.config.sources import EMBEDDED_POLICIES
@@ -61,9 +61,22 @@ missing if a driver died during the upload."""
 class DatasetIndexes:
     """Indexes of the training problems and of the held-out sets of a run."""
 
-    training: DatasetIndex
+    training: Mapping[str, DatasetIndex]
+    """Source of the training problems -> its index."""
     heldout: Mapping[str, DatasetIndex]
     """Key of a held-out set -> its index."""
+
+    @property
+    def training_splits(self) -> dict[str, Split]:
+        """Source -> its training problems. All have the same columns, since rewards receive those of a whole step."""
+        columns = {name for index in self.training.values() for name in index.split.columns or ()}
+        return {name: replace(index.split, columns=tuple(sorted(columns))) for name, index in self.training.items()}
+
+    @property
+    def training_fingerprint(self) -> DatasetFingerprint:
+        """Fingerprint of all training problems."""
+        first, *others = (index.fingerprint for index in self.training.values())
+        return sum(others, first)
 
     @property
     def heldout_splits(self) -> dict[str, Split]:
@@ -101,23 +114,23 @@ def index_datasets(context: RunContext) -> DatasetIndexes:
     training, heldout = context.splits
     if context.config.rollout.has_turns:
         context.progress.phase(PHASE)
-        problems = chain.from_iterable(split.read() for split in (training, *heldout.values()))
+        problems = chain.from_iterable(split.read() for split in (*training.values(), *heldout.values()))
         for notice in try_tools(context.config, problems, _tokenizer(context.config)).notices:
             context.progress.notice(notice)
     if unverifiable := read_unverifiable(context.config, context.folder):
         context.progress.phase(
             f"leaving out {len(unverifiable)} problems whose solution does not verify (grpo-ray check)"
         )
-        training = replace(training, excluded_ids=unverifiable)
+        training = {name: replace(split, excluded_ids=unverifiable) for name, split in training.items()}
     indexes = DatasetIndexes(
-        _index_split(context, "training", training),
+        {name: _index_split(context, training_name(name), split) for name, split in training.items()},
         {key: _index_split(context, split_name(key), split) for key, split in heldout.items()},
     )
-    for index in indexes.heldout.values():
+    for key, index in indexes.heldout.items():
         if index.split.keep_heldout:
-            counts = index.fingerprint.count, indexes.training.fingerprint.count
+            counts = index.fingerprint.count, indexes.training[context.config.source_of(key)].fingerprint.count
             context.progress.notice(describe_heldout_part(index.split.name, *counts))
-    check_dataset(context, indexes.training.fingerprint)
+    check_dataset(context, indexes.training_fingerprint)
     return indexes
 
 
@@ -249,7 +262,7 @@ def begin_launch(context: RunContext, lease: RunLease, datasets: DatasetIndexes)
         context.progress.notice(f"the old run is now {lease.set_aside_folder()}")
         if unverifiable is not None:  # a later launch leaves out the same problems
             folder.write_text(unverifiable, UNVERIFIABLE_FILE)
-    record_dataset(folder, datasets.training.fingerprint)
+    record_dataset(folder, datasets.training_fingerprint)
     record_config(context)
 
 
@@ -320,5 +333,5 @@ def open_checkpoint_of_other_run(config: Config, path: str, datasets: DatasetInd
     if folder.exists("config.yaml"):
         require_same_fields(config, read_recorded_config(folder), folder.uri, is_other_run=True)
     if folder.exists(FINGERPRINT_FILE) and not config.data.accept_changes:
-        require_same_problems(config, read_fingerprint(folder), datasets.training.fingerprint, folder.uri)
+        require_same_problems(config, read_fingerprint(folder), datasets.training_fingerprint, folder.uri)
     return checkpoint

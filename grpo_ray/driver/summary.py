@@ -123,7 +123,10 @@ def summarize_run(
         price=compute_goodput(read_events(folder), read_metrics(folder), config.cluster.use_gpu),
         phase_seconds={phase: round(seconds, 2) for phase, seconds in seconds_by_phase(read_metrics(folder)).items()},
         has_own_tools=bool(untrusted_tools(*(getattr(config.rollout, name) for name in CODE_FIELDS))),
-        has_own_score=bool(untrusted_rewards(config.heldout_score, config.rewards.functions)),
+        has_own_score=any(
+            untrusted_rewards(config.heldout_score_of(source), config.rewards_of(source))
+            for source in map(config.source_of, config.heldout_keys)
+        ),
         memory=_last_memory(folder),
     )
 

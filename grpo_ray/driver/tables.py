@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from grpo_ray.config.heldout_keys import split_name
+from grpo_ray.config.heldout_keys import heldout_label, split_name, training_name
 from grpo_ray.data.stream import describe_heldout_part
 from grpo_ray.driver.summary import RunSummary, phase_breakdown
 from grpo_ray.models.memory import GIB, GPU_CARDS, CardMemory
@@ -137,23 +137,26 @@ def print_audit(report: "AuditReport") -> None:
             table.add_row(*(escape(str(cell)) for cell in row))  # a solution such as [0, 1] is not markup
         console.print(escape(title), table, sep="\n", highlight=False)
 
-    training = report.training
-    names = [split_name(key) for key in report.heldout]
-    show(f"checked in {report.seconds:.0f} s", ["", "training", *names], _split_rows(report))
-    for split in report.heldout.values():
+    names = [*map(training_name, report.sources), *map(split_name, report.heldout)]
+    show(f"checked in {report.seconds:.0f} s", ["", *names], _split_rows(report))
+    for key, split in report.heldout.items():
         if split.is_part_of_training:
+            training = report.sources.get(heldout_label(key)) or report.training
             counts = (each.problems - each.duplicates for each in (split, training))
             console.print(escape(describe_heldout_part(split.name, *counts)), highlight=False)
-    for title, coverage in (("kind of answer", training.kinds), ("topic", training.topics)):
-        if coverage:
-            columns = [title, "problems", "verified", "ms per verdict"]
-            show("training solutions", columns, _coverage_rows(coverage)[:TOPICS])
-    if never := [[row.id, row.solution, row.reason] for row in training.unverifiable[:EXAMPLES]]:
-        show("can never be rewarded", ["id", "solution", "reason"], never)
-    if overlong := [[each.id, each.tokens] for each in training.overlong[:EXAMPLES]]:
-        show("prompts too long, left out of training", ["id", "tokens"], overlong)
-    if fooled := [[row.id, row.solution, row.answer] for row in training.fooled[:EXAMPLES]]:
-        show("solved by the next row's solution", ["id", "solution", "next row's"], fooled)
+    for source, training in report.sources.items():
+        name = training_name(source)
+        for title, coverage in (("kind of answer", training.kinds), ("topic", training.topics)):
+            if coverage:
+                columns = [title, "problems", "verified", "ms per verdict"]
+                show(f"{name} solutions", columns, _coverage_rows(coverage)[:TOPICS])
+        of_source = f" ({source})" if source else ""
+        if never := [[row.id, row.solution, row.reason] for row in training.unverifiable[:EXAMPLES]]:
+            show(f"can never be rewarded{of_source}", ["id", "solution", "reason"], never)
+        if overlong := [[each.id, each.tokens] for each in training.overlong[:EXAMPLES]]:
+            show(f"prompts too long, left out of training{of_source}", ["id", "tokens"], overlong)
+        if fooled := [[row.id, row.solution, row.answer] for row in training.fooled[:EXAMPLES]]:
+            show(f"solved by the next row's solution{of_source}", ["id", "solution", "next row's"], fooled)
     tried = [[run.reward, run.note or _rewards(run.right), _rewards(run.wrong)] for run in report.rewards]
     show("rewards, tried on the first problems", ["reward", "right completions", "wrong completions"], tried)
     if report.tools is not None:
@@ -167,14 +170,14 @@ def print_audit(report: "AuditReport") -> None:
 
 def _split_rows(report: "AuditReport") -> list[list[object]]:
     """Return one row per property, with a column for each split."""
-    splits: tuple[SplitReport, ...] = (report.training, *report.heldout.values())
+    splits: tuple[SplitReport, ...] = (*report.sources.values(), *report.heldout.values())
     lengths = [split.lengths for split in splits]
     properties: dict[str, list[object]] = {
         "problems": [f"{split.problems} of {split.name}" for split in splits],
         "prompt tokens, 50/90/99 %/max": [f"{x.p50} / {x.p90} / {x.p99} / {x.max}" for x in lengths],
         "overlong prompts, left out": [f"{x.over_limit} (over {x.limit} tokens)" for x in lengths],
         "duplicate rows": [" ".join((str(split.duplicates), *split.duplicate_ids)) for split in splits],
-        "held-out problems also in training": ["", *report.heldout_in_training.values()],
+        "held-out problems also in training": [*[""] * len(report.sources), *report.heldout_in_training.values()],
     }
     if not any(split.verified for split in splits):  # no built-in reward reads the solutions
         return [[name, *values] for name, values in properties.items()]

@@ -11,6 +11,7 @@ import ray.train
 from ray.train.torch import TorchConfig
 
 from grpo_ray.config.schema import Config
+from grpo_ray.data.mixture import mixture_stream
 from grpo_ray.data.split import StepDataConfig
 from grpo_ray.data.stream import heldout_dataset, training_stream
 from grpo_ray.device import compute_device, device_environment
@@ -70,8 +71,8 @@ class TrainerPlan:
         spec = WorkerSpec(
             config=self.context.config,
             model_path=self.policy.path,
-            training_fingerprint=self.indexes.training.fingerprint,
-            training_ids=ray.put(self.indexes.training.ids),
+            training_fingerprints={name: index.fingerprint for name, index in self.indexes.training.items()},
+            training_ids=ray.put({name: index.ids for name, index in self.indexes.training.items()}),
             last_serial=stored[-1].serial if stored else 0,
             coordinator=self.coordinator,
             initial_checkpoint=self.resume.checkpoint if self.resume.is_of_other_run else None,
@@ -84,20 +85,21 @@ class TrainerPlan:
 
     @property
     def datasets(self) -> dict[str, Callable[[], ray.data.Dataset]]:
-        """Name -> factory of a Ray Dataset of problems. The training stream is executed once per epoch.
+        """Name -> factory of a Ray Dataset of problems. The training stream is executed once per plan.
 
         The name of a held-out set is its key.
         """
-        config = self.context.config
+        config, splits = self.context.config, self.indexes.training_splits
+        arguments: dict[str, Any] = {
+            "seed": config.run.seed,
+            "coordinator": self.coordinator,
+            "with_preferred": config.data.prefer_mixed,
+            "most_problems": config.sizes.most_problems,
+        }
         return {
-            "train": partial(
-                training_stream,
-                self.indexes.training.split,
-                config.run.seed,
-                self.coordinator,
-                with_preferred=config.data.prefer_mixed,
-                most_problems=config.sizes.most_problems,
-            ),
+            "train": partial(mixture_stream, splits, **arguments)
+            if config.is_mixture
+            else partial(training_stream, splits[""], **arguments),
             **{key: partial(heldout_dataset, split) for key, split in self.indexes.heldout_splits.items()},
         }
 

@@ -15,7 +15,7 @@ from grpo_ray.data.ledger import DatasetFingerprint
 from grpo_ray.data.problem import Problem
 from grpo_ray.evaluation.confidence import normal_interval, wilson_interval
 from grpo_ray.evaluation.records import make_records
-from grpo_ray.evaluation.scores import Answer, HeldoutScore
+from grpo_ray.evaluation.scores import Answer, HeldoutScore, MixtureScore
 from grpo_ray.inference.sampling import heldout_sampling
 from grpo_ray.rewards.math.extract import extract_answers
 from grpo_ray.rewards.math.limits import MAX_LENGTH
@@ -116,22 +116,28 @@ def measurement_conditions(fingerprints: Mapping[str, DatasetFingerprint], confi
         "sampling": heldout_sampling(config),
         "chat_template_kwargs": config.chat_template_kwargs,
         "rollout": {name: rollout[name] for name in fields},
-        "score": config.heldout_score,
-        "rewards": _scoring_rewards(config),
         "strict": config.rewards.strict,
     }
-    # In the form in which JSON is read back: the token ids of `logit_bias` become text.
-    in_json: dict[str, Any] = redact(json.loads(json.dumps(settings)))
-    return {key: asdict(fingerprint) | in_json for key, fingerprint in fingerprints.items()}
+
+    def conditions(key: str, fingerprint: DatasetFingerprint) -> dict[str, Any]:
+        source = config.source_of(key)
+        scored = {"score": config.heldout_score_of(source), "rewards": _scoring_rewards(config, source)}
+        # In the form in which JSON is read back: the token ids of `logit_bias` become text.
+        in_json: dict[str, Any] = redact(json.loads(json.dumps(settings | scored)))
+        return asdict(fingerprint) | in_json
+
+    return {key: conditions(key, fingerprint) for key, fingerprint in fingerprints.items()}
 
 
-def _scoring_rewards(config: Config) -> dict[str, Any]:
+def _scoring_rewards(config: Config, source: str) -> dict[str, Any]:
     """Return the settings of the rewards that `heldout.score` is computed from; empty for built-in scores."""
-    score, rewards = config.heldout_score, config.rewards
+    score, rewards = config.heldout_score_of(source), config.rewards
     if score == "reward":
-        weights = config.grpo.trl.get("reward_weights")
-        return {"functions": list(rewards.functions), "settings": config.to_dict()["rewards"]["settings"]} | (
-            {"weights": list(weights)} if weights else {}
+        names, weights = config.rewards_of(source), config.grpo.trl.get("reward_weights")
+        used = [index for index, name in enumerate(rewards.functions) if name in names]
+        all_settings = config.to_dict()["rewards"]["settings"]
+        return {"functions": list(names), "settings": {k: v for k, v in all_settings.items() if k in names}} | (
+            {"weights": [weights[index] for index in used]} if weights else {}
         )
     return {"settings": dict(rewards.settings.get(score, {}))} if ":" in score else {}
 
@@ -180,7 +186,7 @@ def summarize_sets(
 def score_completions(
     problems: Sequence[Problem],
     answers: Sequence[Answer],
-    score: HeldoutScore,
+    score: HeldoutScore | MixtureScore,
     started: float,
     recorded: Collection[str] = (),
 ) -> dict[str, list[Any]]:
@@ -208,8 +214,8 @@ def score_completions(
         "scores": [_nan_for_none(scores[group]) for group in groups],
         "rewards": [_nan_for_none(rewards[group]) for group in groups],
         "answers": [[vote_key(each.text) for each in answers[group]] for group in groups],
-        "has_votes": [score.is_verdict] * len(problems),
-        "is_share": [score.is_share] * len(problems),
+        "has_votes": [score.of(problem).is_verdict for problem in problems],
+        "is_share": [score.of(problem).is_share for problem in problems],
         "truncated": [[each.truncated for each in answers[group]] for group in groups],
         "lengths": [[each.length for each in answers[group]] for group in groups],
         "texts": [

@@ -56,6 +56,10 @@ class HeldoutScore:
     reads_messages: bool = False
     """True if it is computed from `Answer.messages`."""
 
+    def of(self, problem: Problem) -> "HeldoutScore":
+        """Return the score of a problem's completions: this one."""
+        return self
+
     def __call__(self, problems: Sequence[Problem], answers: Sequence[Answer]) -> list[float | None]:
         """Return the score of each completion; None for those whose environment failed.
 
@@ -66,13 +70,51 @@ class HeldoutScore:
         return [None if each.is_unscorable else score for each, score in zip(answers, scores, strict=True)]
 
 
-def heldout_score(config: Config) -> HeldoutScore:
+@dataclass(frozen=True)
+class MixtureScore:
+    """Score of held-out completions of a mixture: each source has a score of its own."""
+
+    scores: Mapping[str, HeldoutScore]
+    """Source -> its score; "" for problems of no source."""
+
+    @property
+    def reads_messages(self) -> bool:
+        """True if one of the scores is computed from `Answer.messages`."""
+        return any(score.reads_messages for score in self.scores.values())
+
+    def of(self, problem: Problem) -> HeldoutScore:
+        """Return the score of a problem's completions."""
+        return self.scores[problem.source]
+
+    def __call__(self, problems: Sequence[Problem], answers: Sequence[Answer]) -> list[float | None]:
+        """Return the score of each completion; see `HeldoutScore.__call__`."""
+        found: list[float | None] = [None] * len(answers)
+        for source in dict.fromkeys(problem.source for problem in problems):
+            places = [place for place, problem in enumerate(problems) if problem.source == source]
+            scores = self.scores[source]([problems[place] for place in places], [answers[place] for place in places])
+            for place, score in zip(places, scores, strict=True):
+                found[place] = score
+        return found
+
+
+def heldout_scores(config: Config) -> HeldoutScore | MixtureScore:
+    """Return the score of the run's held-out completions. Raises RewardError if a reward cannot be loaded."""
+    if not config.is_mixture:
+        return heldout_score(config)
+    sources = dict.fromkeys(map(config.source_of, config.heldout_keys))
+    return MixtureScore({source: heldout_score(config, source) for source in sources})
+
+
+def heldout_score(config: Config, source: str = "") -> HeldoutScore:
     """Return the score that `heldout.score` names, or that is derived from the rewards.
+
+    Args:
+        source: name of the source of a mixture whose rewards are meant; "" for all rewards.
 
     Raises:
         RewardError: a reward cannot be loaded.
     """
-    name = config.heldout_score
+    name = config.heldout_score_of(source)
     if name == "correctness":
         correctness = heldout_correctness(config.rewards)
         return HeldoutScore(
@@ -85,9 +127,11 @@ def heldout_score(config: Config) -> HeldoutScore:
     if name == "environment":
         return HeldoutScore(lambda problems, answers: [_limited(each.reward) for each in answers], is_share=True)
     if name == "reward":
-        functions: list[Any] = load_rewards(config.rewards)  # no reward model is among them (`heldout_score_is_known`)
-        names = config.rewards.functions
-        weights = config.grpo.trl.get("reward_weights") or [1.0] * len(functions)
+        names = config.rewards_of(source)
+        functions: list[Any] = load_rewards(config.rewards, names)  # without models (`heldout_score_is_known`)
+        all_weights = config.grpo.trl.get("reward_weights") or [1.0] * len(config.rewards.functions)
+        weight_of = dict(zip(config.rewards.functions, all_weights, strict=True))
+        weights = [weight_of[each] for each in names]
     else:
         functions, names = [load_reward(name, **config.rewards.settings.get(name, {}))], (name,)
         weights = [1.0]

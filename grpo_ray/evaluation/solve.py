@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from grpo_ray.config.schema import Config
 from grpo_ray.data.problem import Problem
 from grpo_ray.evaluation.metrics import score_completions
-from grpo_ray.evaluation.scores import Answer, heldout_score
+from grpo_ray.evaluation.scores import Answer, heldout_scores
 from grpo_ray.inference.arguments import request_seed
 from grpo_ray.inference.sampling import Completion, heldout_sampling
 from grpo_ray.models.plain_prompts import uses_plain_prompts
@@ -50,7 +50,7 @@ def solve_problems(
     Returns:
         Columns with one row per problem, as `score_completions` returns them.
     """
-    started, samples, score = time.perf_counter(), range(config.heldout.num_samples), heldout_score(config)
+    started, samples, score = time.perf_counter(), range(config.heldout.num_samples), heldout_scores(config)
     sampling = heldout_sampling(config)
     answers: Sequence[Answer]
     if converse is not None:

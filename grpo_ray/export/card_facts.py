@@ -5,9 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from grpo_ray.config.heldout_keys import heldout_label, ranking_metric
+from grpo_ray.config.heldout_keys import AUTO, heldout_label, ranking_metric
 from grpo_ray.config.schema import RunConfig
-from grpo_ray.config.sources import AUTO
 from grpo_ray.errors import DataError
 from grpo_ray.evaluation.paired import PairedComparison, compare_paired
 from grpo_ray.pages.report.read import RunData, RunReader
@@ -122,7 +121,10 @@ def _heldout_result(checkpoint: CheckpointInfo, key: str, run: RunData) -> Heldo
     data = run.section("data")
     heldout, label = data.get("heldout"), heldout_label(key)
     is_named = heldout not in (None, AUTO)
-    dataset = heldout.get(label) if isinstance(heldout, Mapping) else heldout if is_named else data.get("train")
+    sets = heldout if is_named else data.get("train")
+    dataset = sets.get(label) if isinstance(sets, Mapping) else sets
+    if isinstance(dataset, Mapping):  # a source of a mixture
+        dataset = dataset.get("path")
     baseline = _comparable_baseline(checkpoint, key, run)
     problems = baseline.get("problems")
     count = problems if isinstance(problems, int) else None

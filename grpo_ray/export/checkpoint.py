@@ -151,4 +151,5 @@ def _best_metric(run: RunFolder) -> str:
     except DamagedFileError as error:
         raise DamagedFileError(f"{error}; name one of the run's checkpoints instead of the run") from None
     best_metric = str(recorded.get("run", {}).get("best_metric", RunConfig().best_metric))
-    return ranking_metric(best_metric, heldout_keys(recorded.get("data", {}).get("heldout")))
+    data = recorded.get("data", {})
+    return ranking_metric(best_metric, heldout_keys(data.get("heldout"), data.get("train")))

@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from grpo_ray.config.schema import Config
-from grpo_ray.data.problem import reward_columns
+from grpo_ray.config.tool_paths import NO_ENVIRONMENT
+from grpo_ray.data.problem import SOURCE, reward_columns
 from grpo_ray.errors import ConfigError
 from grpo_ray.inference.arguments import group_seed, request_seed
 from grpo_ray.inference.sampling import limit_tokens
@@ -143,9 +144,12 @@ class ConversationSampler:
             return limit_tokens(sampling, tokens_left) | {"seed": request_seed(seed, problem, epoch, index, turn)}
 
         columns = reward_columns(row)
+        environment = columns.pop(ENVIRONMENT, None) if None not in self.definition.environments else None
+        if environment is None and SOURCE in row and self.definition.has_named:
+            environment = NO_ENVIRONMENT  # sources of a mixture with environments and without
         return Start(
             messages=row["prompt"],
-            environment=columns.pop(ENVIRONMENT, None) if None not in self.definition.environments else None,
+            environment=environment,
             columns=columns,
             seed=group_seed(seed, problem, epoch),
             call_seed=request_seed(seed, problem, epoch, index),

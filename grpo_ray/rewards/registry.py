@@ -7,7 +7,7 @@ A new reward is one function in this package and one row in `REWARDS`. Importing
 """
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -134,10 +134,13 @@ def _check_settings(name: str, function: Callable[..., Any], settings: Mapping[s
         raise RewardError(f"reward {name!r} needs a value for {', '.join(missing)}; set it in rewards.settings")
 
 
-def load_rewards(config: RewardsConfig) -> list[Callable[..., Any] | str]:
+def load_rewards(config: RewardsConfig, names: Sequence[str] | None = None) -> list[Callable[..., Any] | str]:
     """Load the reward functions of a config in its order, each with its settings.
 
     A name with a slash and no colon is a reward model, a hub id or a folder. TRL loads it, so the name is returned.
+
+    Args:
+        names: entries of `rewards.functions` to load; None: all.
 
     Raises:
         RewardError: As in `load_reward`; there are settings for a reward that is not used; or the folder of a reward
@@ -148,7 +151,7 @@ def load_rewards(config: RewardsConfig) -> list[Callable[..., Any] | str]:
             f"rewards.settings has {unused[0]!r}, which rewards.functions does not name; add it there or remove it"
         )
     loaded: list[Callable[..., Any] | str] = []
-    for name in config.functions:
+    for name in config.functions if names is None else names:
         settings = dict(config.settings.get(name, {}))
         if name == "correctness":
             of_fields = correctness_settings(config)
@@ -177,14 +180,17 @@ def heldout_correctness(config: RewardsConfig) -> Callable[..., list[float | Non
     return load_reward("correctness", **(correctness_settings(config) | {"boolean_share": 1.0}))
 
 
-def needs_solutions(config: Config) -> bool:
+def needs_solutions(config: Config, source: str = "") -> bool:
     """Return True if any reward, or the score of held-out completions, cannot be computed without solutions.
 
     These are the built-in ones that read it, and the user's own functions with a parameter `solution` that has no
     default. Raises RewardError if a function of the user cannot be imported.
+
+    Args:
+        source: name of the source of a mixture whose rewards are meant; "" for all rewards.
     """
-    own = [name for name in (*config.rewards.functions, config.heldout_score) if ":" in name]
-    return config.needs_solutions or any(map(_requires_solution, map(_import_function, own)))
+    own = [name for name in (*config.rewards_of(source), config.heldout_score_of(source)) if ":" in name]
+    return config.needs_solutions_of(source) or any(map(_requires_solution, map(_import_function, own)))
 
 
 def _requires_solution(function: Callable[..., Any]) -> bool:

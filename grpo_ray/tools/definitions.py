@@ -8,7 +8,7 @@ from typing import Any
 
 from grpo_ray.config.import_path import import_callable
 from grpo_ray.config.schema import Config, RolloutConfig
-from grpo_ray.config.tool_paths import is_remote, runs_policy_code
+from grpo_ray.config.tool_paths import NO_ENVIRONMENT, is_remote, runs_policy_code
 from grpo_ray.errors import ConfigError, DataError
 
 NOT_TOOLS = frozenset({"reset", "step", "get_reward"})
@@ -57,6 +57,11 @@ class RolloutDefinition:
         return bool(self.environments) or not all(path.startswith("grpo_ray.tools.") for path in self.tools)
 
     @property
+    def has_named(self) -> bool:
+        """True if the environments have names, of which the problems choose one."""
+        return bool(self.environments) and None not in self.environments
+
+    @property
     def code_tools(self) -> frozenset[str]:
         """Names of the tools that run code of the policy, in another process than that of the environment."""
         return code_tools(self.tools)
@@ -69,10 +74,13 @@ class RolloutDefinition:
     def require(self, environment: str | None, where: str = "") -> None:
         """Raise DataError if a problem names no environment, or one that does not exist.
 
+        Where environments have names, `NO_ENVIRONMENT` stands for none.
+
         Args:
             where: file and row of the problem.
         """
-        if self.environments and environment not in self.environments:
+        is_known = environment in self.environments or (environment == NO_ENVIRONMENT and self.has_named)
+        if self.environments and not is_known:
             known = ", ".join(str(each) for each in self.environments)
             given = "has no column 'environment'" if environment is None else f"has environment={environment!r}"
             raise DataError(
@@ -82,7 +90,7 @@ class RolloutDefinition:
     def tool_set(self, environment: str | None) -> ToolSet:
         """Return the tools of completions with an environment. Raises DataError as `require`."""
         self.require(environment)
-        return self.environments[environment].tools if self.environments else self.shared
+        return self.environments[environment].tools if environment in self.environments else self.shared
 
     def has_reward(self, environment: str | None) -> bool:
         """Return True if the environment scores its completions."""

@@ -393,7 +393,7 @@ class _Loop:
             rollout.calls.append(CallRecord(name, status, result.seconds if result else 0.0, rollout.turns))
             is_done |= result is not None and result.done
             if name not in self.definition.code_tools | self.definition.remote_tools:
-                is_lost |= status not in RETURNED and bool(self.definition.environments)
+                is_lost |= status not in RETURNED and rollout.start.environment in self.definition.environments
             if result is not None and status == UNREACHABLE:  # not the policy's fault, so it is not scored
                 is_lost = True
                 self.failures.append(f"{name}: {_for_log(result)}")

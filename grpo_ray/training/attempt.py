@@ -41,12 +41,12 @@ class WorkerSpec:
     config: Config
     model_path: str = field(repr=False)  # Ray Train records the arguments of workers as text, and a URI may have keys
     """Local folder, URI or hub id of the policy that the run begins with."""
-    training_fingerprint: DatasetFingerprint
-    """Contents of the training problems."""
+    training_fingerprints: Mapping[str, DatasetFingerprint]
+    """Contents of the training problems of each source."""
     heldout_conditions: Mapping[str, Any]
     """Key of each held-out set -> conditions of its measurement (`metrics.measurement_conditions`)."""
     training_ids: Any
-    """Object reference of the training problems' ids, sorted, (P,) uint64."""
+    """Object reference of the ids of the training problems of each source, sorted, (P,) uint64."""
     last_serial: int
     """Serial number of the last checkpoint before this launch; this launch wrote those with higher ones."""
     coordinator: Any

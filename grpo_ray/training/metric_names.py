@@ -140,6 +140,6 @@ def rename_metrics(logs: Mapping[str, Any]) -> dict[str, float]:
         if kind == "rewards":
             name, _, measure = rest.rpartition("/")
             metrics[f"reward/{name}_{measure}"] = value
-        elif (kind == "reward" and rest) or (kind == "rollout" and "/" in rest):
+        elif (kind == "reward" and rest) or (kind in ("rollout", "source") and "/" in rest):
             metrics[key] = value
     return {name: float(value) for name, value in metrics.items() if value is not None and math.isfinite(float(value))}

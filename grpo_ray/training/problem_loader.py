@@ -1,4 +1,4 @@
-"""Problems of one worker: its part of each epoch, in batches of whole groups, and the record of the groups used.
+"""Problems of one worker: its part of each plan, in batches of whole groups, and the record of the groups used.
 
 Every worker draws its own part of each step. At each checkpoint and at the end of each epoch, the groups of all workers
 are gathered. Rank 0 then marks their problems in the ledger, which is part of the checkpoint, and writes the groups to
@@ -6,9 +6,11 @@ are gathered. Rank 0 then marks their problems in the ledger, which is part of t
 """
 
 import itertools
+import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,9 @@ import numpy as np
 
 from grpo_ray.config.schema import Config
 from grpo_ray.data.curriculum import plan_curriculum
-from grpo_ray.data.ledger import Ledger
+from grpo_ray.data.ledger import Ledger, ids_to_uint64
+from grpo_ray.data.mixture import MAX_PLAN_PROBLEMS, MixturePlan
+from grpo_ray.data.mixture_ledger import MixtureLedger, with_drawn
 from grpo_ray.data.problem import Problem
 from grpo_ray.data.stream import EpochPlan, from_row
 from grpo_ray.distributed import all_gather_object, is_rank_zero
@@ -34,17 +38,17 @@ class ProblemLoader:
     def __init__(
         self,
         config: Config,
-        ledger: Ledger,
+        ledger: MixtureLedger,
         folder: RunFolder,
-        publish_plan: Callable[[EpochPlan], None],
+        publish_plan: Callable[[EpochPlan | MixturePlan], None],
         rows: Callable[[], Iterator[dict[str, Any]]],
         start_step: int = 0,
     ) -> None:
         """
         Args:
-            ledger: ledger of the checkpoint that the worker started from; updated on rank 0 only.
-            publish_plan: passes the plan of an epoch to the tasks that read problems; called on rank 0.
-            rows: returns this worker's rows of the epoch that was planned last.
+            ledger: ledgers of the checkpoint that the worker started from; updated on rank 0 only.
+            publish_plan: passes a plan to the tasks that read problems; called on rank 0.
+            rows: returns this worker's rows of the plan that was published last.
             start_step: step of the checkpoint; the groups of all steps up to it are in the run folder.
         """
         self.config = config
@@ -52,6 +56,11 @@ class ProblemLoader:
         self.folder = folder
         self.publish_plan = publish_plan
         self.rows = rows
+        self._planned_epoch: int | None = None
+        """Epoch of the last plan of a single dataset."""
+        self._drawn: dict[tuple[str, int, str], None] = {}
+        """Source, epoch and id of this worker's problems that are drawn and not yet recorded, in the order of drawing.
+        Only a mixture needs them: its plans end in the middle of an epoch."""
         self._own: list[GroupRecord] = []
         self._own_tokens: list[LossTokens] = []
         self._unwritten: list[GroupRecord] = []
@@ -69,11 +78,10 @@ class ProblemLoader:
         Reading begins with this call, before the first problem is drawn: the tasks that read take seconds to start, and
         the caller can load a policy in that time.
         """
-        epoch = self.ledger.epoch
-        return self._epochs(epoch, self._begin_epoch(epoch, []), prefetch_first(self.rows()))
+        return self._plans(self._begin_plan([]), prefetch_first(self.rows()))
 
-    def _epochs(self, epoch: int, steps: int, rows: Iterator[dict[str, Any]]) -> Iterator[tuple[Problem, int]]:
-        """Yield the problems of one epoch after the other; the arguments are those of the epoch that has begun."""
+    def _plans(self, steps: int, rows: Iterator[dict[str, Any]]) -> Iterator[tuple[Problem, int]]:
+        """Yield the problems of one plan after the other; the arguments are those of the plan that has begun."""
         while True:
             for number in range(steps * self.config.sizes.prompts_per_worker):
                 row = next(rows, None)
@@ -81,18 +89,21 @@ class ProblemLoader:
                     raise DataError(
                         f"the stream of problems ended after {number} problems of a worker, before {steps} steps"
                     )
-                yield self._known(from_row(row)), row["epoch"]
+                problem = self._known(from_row(row))
+                if self.config.is_mixture:
+                    self._drawn[problem.source, row["epoch"], problem.id] = None
+                yield problem, row["epoch"]
             # Workers get blocks in turn, and less than a step is left: joined by rank, the rows keep their order.
             carried_over = [row for rest in all_gather_object(list(rows)) for row in rest]
-            epoch += 1
-            steps = self._begin_epoch(epoch, carried_over)
+            steps = self._begin_plan(carried_over)
             rows = self.rows()
 
     def _known(self, problem: Problem) -> Problem:
         """Return a problem of the stream; raise DataError if the dataset did not have it when the run was launched."""
-        if not self.ledger.contains([problem.id])[0]:
+        if not self.ledger.ledgers[problem.source].contains([problem.id])[0]:
+            dataset = self.config.training_sources[problem.source].label
             raise DataError(
-                f"data.train={self.config.data.train} has changed since the run was launched: it now has the problem "
+                f"data.train={dataset} has changed since the run was launched: it now has the problem "
                 f"{problem.id}; launch the run again, with data.accept_changes=true to go on with the changed problems"
             )
         return problem
@@ -100,6 +111,8 @@ class ProblemLoader:
     def record(self, groups: Sequence[GroupRecord]) -> None:
         """Record the groups of a step that is about to be taken."""
         self._own += groups
+        for group in groups:
+            self._drawn.pop((group.source, group.epoch, group.problem), None)
 
     def record_tokens(self, rows: Sequence[LossTokens]) -> None:
         """Record the tokens of sampled completions, of any worker's groups, that this worker has read."""
@@ -131,24 +144,75 @@ class ProblemLoader:
             self._last_step_in_files = max(step, self._last_step_in_files)
             self._not_in_files = [group for group in self._not_in_files if group.step > self._last_step_in_files]
 
-    def _begin_epoch(self, epoch: int, carried_over: list[dict[str, Any]]) -> int:
-        """Publish the plan of an epoch, and return its number of whole steps; collective."""
+    def _begin_plan(self, carried_over: list[dict[str, Any]]) -> int:
+        """Publish the next plan, and return its number of whole steps; collective.
+
+        Args:
+            carried_over: rows of the last plan that did not fill a step; none in a mixture.
+        """
         self._gather()
+        drawn = [each for drawn in all_gather_object(list(self._drawn)) for each in drawn]
         steps = 0
         if is_rank_zero():
-            if not len(self.ledger.used(epoch)):
-                self._apply_curriculum(epoch)
-            excluded = np.union1d(self.ledger.used(epoch), self.ledger.skipped(epoch))
-            self.publish_plan(EpochPlan(epoch, excluded, self.ledger.preferred(epoch), tuple(carried_over)))
-            steps = (self.ledger.remaining(epoch) + len(carried_over)) // self.config.grpo.prompts_per_step
+            plan, steps = self._plan_mixture(drawn) if self.config.is_mixture else self._plan_epoch(carried_over)
+            self.publish_plan(plan)
         return all_gather_object(steps)[0]
+
+    def _plan_epoch(self, carried_over: list[dict[str, Any]]) -> tuple[EpochPlan, int]:
+        """Return the plan of the next epoch of a single dataset, and its number of whole steps."""
+        (ledger,) = self.ledger.ledgers.values()
+        epoch = ledger.epoch if self._planned_epoch is None else self._planned_epoch + 1
+        self._planned_epoch = epoch
+        plan = self._rest_of_epoch("", epoch, [], self.config.grpo.prompts_per_step)
+        steps = (ledger.remaining(epoch) + len(carried_over)) // self.config.grpo.prompts_per_step
+        return replace(plan, carried_over=tuple(carried_over)), steps
+
+    def _plan_mixture(self, drawn: Sequence[tuple[str, int, str]]) -> tuple[MixturePlan, int]:
+        """Return the plan up to the step in which a source begins another epoch, and its number of whole steps.
+
+        The plan that begins with such a step has the source's next epoch too. So the curriculum of an epoch is derived
+        at its first step, in a run that was interrupted as in one that was not.
+
+        Args:
+            drawn: source, epoch and id of the problems that are drawn and not yet recorded.
+        """
+        draws, size = with_drawn(self.ledger.draws, (source for source, *_ in drawn)), self.config.grpo.prompts_per_step
+        epochs: dict[str, list[EpochPlan]] = {name: [] for name in self.ledger.ledgers}
+        available = dict.fromkeys(epochs, 0)
+        beginning = list(epochs)
+        while True:
+            for name in beginning:
+                last = epochs[name][-1].epoch if epochs[name] else self.ledger.ledgers[name].epoch - 1
+                pending = [each for source, epoch, each in drawn if source == name and epoch == last + 1]
+                least = math.ceil(draws.shares[name] * size)
+                epochs[name].append(self._rest_of_epoch(name, last + 1, pending, least))
+                available[name] += self.ledger.ledgers[name].remaining(last + 1) - len(pending)
+            steps, beginning = draws.whole_steps(available, size, max(1, MAX_PLAN_PROBLEMS // size))
+            if steps:
+                plans = {name: tuple(plans) for name, plans in epochs.items()}
+                return MixturePlan(draws, plans, steps * size), steps
+
+    def _rest_of_epoch(self, source: str, epoch: int, pending: Sequence[str], least: int) -> EpochPlan:
+        """Return the plan of the problems of an epoch that are left; at the first of them, derive its curriculum.
+
+        Args:
+            pending: problems of the epoch that are drawn and not yet recorded.
+            least: number of problems that the curriculum leaves in the epoch.
+        """
+        ledger = self.ledger.ledgers[source]
+        if not len(ledger.used(epoch)) and not pending:
+            self._apply_curriculum(ledger, epoch, least)
+        excluded = np.union1d(ledger.used(epoch), ledger.skipped(epoch))
+        if pending:
+            excluded = np.union1d(excluded, ids_to_uint64(pending))
+        return EpochPlan(epoch, excluded, ledger.preferred(epoch))
 
     @property
     def _has_curriculum(self) -> bool:
         return self.config.data.skip_solved is not None or self.config.data.prefer_mixed
 
-    def _apply_curriculum(self, epoch: int) -> None:
-        """Choose the problems that an epoch skips and prefers, by the groups so far."""
+    def _apply_curriculum(self, ledger: Ledger, epoch: int, least: int) -> None:
+        """Choose the problems that an epoch skips and prefers, by the groups so far; it keeps `least` problems."""
         if not self._has_curriculum:
             return
         data = self.config.data
@@ -158,12 +222,12 @@ class ProblemLoader:
         table = groups_table(groups, read_rollouts(self.folder, up_to_step=last_step, limit=None))
         plan = plan_curriculum(table, epoch, data.skip_solved, data.prefer_mixed)
         # The groups are those of all problems so far, some of which may have been removed from the dataset.
-        skipped, preferred = (list(itertools.compress(ids, self.ledger.contains(ids))) for ids in plan)
+        skipped, preferred = (list(itertools.compress(ids, ledger.contains(ids))) for ids in plan)
         # An attempt before this one may have recorded a curriculum of this epoch, which is replaced.
-        unused = self.ledger.remaining(epoch) + len(self.ledger.skipped(epoch))
-        if unused - len(skipped) < self.config.grpo.prompts_per_step:
+        unused = ledger.remaining(epoch) + len(ledger.skipped(epoch))
+        if unused - len(skipped) < least:
             skipped = []  # all problems are solved, and an epoch without steps would never end
-        self.ledger.set_curriculum(epoch, skipped, preferred)
+        ledger.set_curriculum(epoch, skipped, preferred)
 
     def _gather(self) -> None:
         """Gather all workers' groups on rank 0, and mark their problems as used; collective."""
@@ -174,8 +238,9 @@ class ProblemLoader:
         groups = [group for groups_of_worker, _ in gathered for group in groups_of_worker]
         # If a step's groups are gathered in the middle of the step, its other tokens are gathered next time.
         self._unwritten_tokens += [row for _, rows in gathered for row in rows]
-        for epoch in sorted({group.epoch for group in groups}):
-            self.ledger.mark(epoch, [group.problem for group in groups if group.epoch == epoch])
+        for source, epoch in sorted({(group.source, group.epoch) for group in groups}):
+            used = [group.problem for group in groups if (group.source, group.epoch) == (source, epoch)]
+            self.ledger.mark(source, epoch, used)
         self._unwritten += groups
         if self._has_curriculum:
             with self._files_lock:

@@ -1,16 +1,18 @@
 """Start point of an attempt: the newest complete checkpoint, verified by all workers, and the ledger that it holds."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from fractions import Fraction
 from pathlib import Path
 
 import ray.train
 
 from grpo_ray.config.schema import Config
-from grpo_ray.data.ledger import DatasetFingerprint, IdArray, Ledger
+from grpo_ray.data.ledger import DatasetFingerprint, IdArray
+from grpo_ray.data.mixture_ledger import MixtureLedger
 from grpo_ray.distributed import all_gather_object, is_rank_zero
 from grpo_ray.errors import CheckpointError
 from grpo_ray.storage import checkpoint_integrity, checkpoint_upload, checkpoints
@@ -107,15 +109,21 @@ def _find_faults(checkpoint: CheckpointInfo) -> list[str]:
     return sorted({fault for faults in all_gather_object(own) for fault in faults})
 
 
-def load_ledger(checkpoint: Path | None, training_ids: IdArray, fingerprint: DatasetFingerprint) -> Ledger:
-    """Load the ledger of a local checkpoint folder, or create an empty one, for the dataset of this launch.
+def load_ledger(
+    checkpoint: Path | None,
+    shares: Mapping[str, Fraction],
+    training_ids: Mapping[str, IdArray],
+    fingerprints: Mapping[str, DatasetFingerprint],
+) -> MixtureLedger:
+    """Load the ledgers of a local checkpoint folder, or create empty ones, for the problems of this launch.
 
     Args:
-        training_ids: ids of the training problems, sorted, (P,) uint64.
-        fingerprint: contents of the training problems.
+        shares: share of each source.
+        training_ids: ids of the training problems of each source, sorted, (P,) uint64.
+        fingerprints: contents of the training problems of each source.
     """
-    ledger = Ledger.load(checkpoint) if checkpoint else Ledger()
-    ledger.set_dataset(training_ids, fingerprint)
+    ledger = MixtureLedger.load(checkpoint, shares)
+    ledger.set_datasets(training_ids, fingerprints)
     return ledger
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import ray
 import ray.train
 
+from grpo_ray.data.mixture import MixturePlan
 from grpo_ray.data.stream import EpochPlan, from_row
 from grpo_ray.device import select_device
 from grpo_ray.resilience.error_triage import error_context
@@ -36,7 +37,12 @@ def train_worker(settings: dict[str, WorkerSpec]) -> None:
         loader = ProblemLoader(
             attempt.config,
             # The ids are in Ray's shared memory, not copied.
-            load_ledger(checkpoint, ray.get(attempt.spec.training_ids), attempt.spec.training_fingerprint),
+            load_ledger(
+                checkpoint,
+                {name: source.share for name, source in attempt.config.training_sources.items()},
+                ray.get(attempt.spec.training_ids),
+                attempt.spec.training_fingerprints,
+            ),
             attempt.folder,
             publish_plan=lambda plan: publish_plan(attempt.spec.coordinator, plan),
             rows=lambda: iter(ray.train.get_dataset_shard("train").iter_rows()),
@@ -66,8 +72,8 @@ def train_worker(settings: dict[str, WorkerSpec]) -> None:
         )
 
 
-def publish_plan(coordinator: Any, plan: EpochPlan) -> None:
-    """Pass the plan of an epoch to the tasks that read problems (`training_stream`).
+def publish_plan(coordinator: Any, plan: EpochPlan | MixturePlan) -> None:
+    """Pass a plan to the tasks that read problems (`training_stream`, `mixture_stream`).
 
     Args:
         coordinator: handle of the run's `RunCoordinator` actor.

@@ -76,7 +76,7 @@ def measure_data(
     memory.start()
     ray.get(ray.remote(lambda: None).remote())
     began = time.perf_counter()
-    split, _ = open_splits(config)
+    split = open_splits(config)[0][""]
     opened = time.perf_counter() - began
     index = build_index(split)
     index_seconds = time.perf_counter() - began - opened

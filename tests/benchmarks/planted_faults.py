@@ -136,6 +136,8 @@ REPORT = TestFiles(
     integration=("pages/report/test_page.py",),
 )
 
+HISTORIES = ("training/test_run_histories.py",)
+
 TESTS: dict[str, TestFiles] = {
     "cli.py": CONFIG,
     "config/loader.py": CONFIG,
@@ -154,6 +156,10 @@ TESTS: dict[str, TestFiles] = {
         unit=("data/test_ledger.py", "training/test_start_point.py", "training/test_run_histories.py")
     ),
     "config/recorded.py": TestFiles(unit=("test_hostile_run_folder.py",)),
+    "data/mixture.py": TestFiles(unit=("data/test_mixture.py",), integration=("data/test_mixture_run.py",)),
+    "data/mixture_ledger.py": TestFiles(
+        unit=("data/test_mixture_ledger.py",), integration=("data/test_mixture_run.py",)
+    ),
     "data/problem.py": TestFiles(unit=("data/test_problem.py",)),
     "data/split.py": TestFiles(
         integration=("data/test_stream.py", "learner/rollouts/test_dynamic_sampling.py", *RUNS),
@@ -231,6 +237,9 @@ TESTS: dict[str, TestFiles] = {
         unit=("learner/rollouts/test_dynamic_sampling.py", "learner/rollouts/test_collector.py"),
         integration=("learner/rollouts/test_dynamic_sampling.py",),
         fault_injection=("test_dynamic_sampling.py",),
+    ),
+    "learner/rollouts/scoring.py": TestFiles(
+        unit=("learner/rollouts/test_mixture_scoring.py",), integration=("data/test_mixture_run.py",)
     ),
     "learner/rollouts/group_recorder.py": TestFiles(
         unit=("learner/rollouts/test_group_recorder.py",),
@@ -538,8 +547,72 @@ FAULTS = (
     Fault(
         "new-epoch-of-a-period-not-marked",
         "training/problem_loader.py",
-        "for epoch in sorted({group.epoch for group in groups}):",
-        "for epoch in sorted({group.epoch for group in groups})[:1]:",
+        "for source, epoch in sorted({(group.source, group.epoch) for group in groups}):",
+        "for source, epoch in sorted({(group.source, group.epoch) for group in groups})[:1]:",
+    ),
+    Fault(
+        "mixture-deals-drawn-problems-again",
+        "training/problem_loader.py",
+        "excluded = np.union1d(excluded, ids_to_uint64(pending))",
+        "pass",
+        unit=HISTORIES,
+    ),
+    Fault(
+        "mixture-forgets-drawn-problems",
+        "training/problem_loader.py",
+        "with_drawn(self.ledger.draws, (source for source, *_ in drawn))",
+        "self.ledger.draws",
+        unit=HISTORIES,
+    ),
+    Fault(
+        "mixture-counts-drawn-problems-as-left",
+        "training/problem_loader.py",
+        "self.ledger.ledgers[name].remaining(last + 1) - len(pending)",
+        "self.ledger.ledgers[name].remaining(last + 1)",
+        unit=HISTORIES,
+    ),
+    Fault(
+        "other-shares-continue-the-old-count",
+        "data/mixture_ledger.py",
+        "recorded if dict(recorded.shares) == dict(shares) else Draws(shares)",
+        "Draws(shares, recorded.drawn)",
+    ),
+    Fault(
+        "ledger-of-a-removed-source-lost",
+        "data/mixture_ledger.py",
+        "sorted({**self.absent, **self.ledgers}.items())",
+        "sorted(self.ledgers.items())",
+    ),
+    Fault(
+        "draws-are-not-saved",
+        "data/mixture_ledger.py",
+        '"drawn": dict(self.draws.drawn)',
+        '"drawn": {}',
+    ),
+    Fault(
+        "mixture-order-ignores-the-draws-so-far",
+        "data/mixture.py",
+        "weight * total - self.drawn.get(name, 0) * scale",
+        "0",
+    ),
+    Fault(
+        "reward-called-for-other-sources",
+        "learner/rollouts/scoring.py",
+        'if applies[row.get(SOURCE, "")]]',
+        "if applies or row]",
+    ),
+    Fault(
+        "sources-scored-by-the-first-ones-rewards",
+        "evaluation/scores.py",
+        "scores = self.scores[source](",
+        "scores = next(iter(self.scores.values()))(",
+    ),
+    Fault(
+        "equal-problems-of-two-sources-are-one",
+        "data/problem.py",
+        "return replace(self, id=digest, source=source, columns=columns)",
+        "return replace(self, source=source, columns=columns)",
+        unit=("data/test_mixture.py",),
     ),
     Fault(
         "rest-of-an-epoch-lost-on-other-workers",
@@ -550,8 +623,8 @@ FAULTS = (
     Fault(
         "problems-passed-over-are-dealt",
         "training/problem_loader.py",
-        "excluded = np.union1d(self.ledger.used(epoch), self.ledger.skipped(epoch))",
-        "excluded = self.ledger.used(epoch)",
+        "excluded = np.union1d(ledger.used(epoch), ledger.skipped(epoch))",
+        "excluded = ledger.used(epoch)",
         fault_injection=("test_resume.py",),
     ),
     Fault(
@@ -728,8 +801,8 @@ FAULTS = (
     Fault(
         "other-datasets-problems-stay-in-the-ledger",
         "training/start_point.py",
-        "ledger.set_dataset(training_ids, fingerprint)",
-        "ledger.fingerprint = fingerprint",
+        "ledger.set_datasets(training_ids, fingerprints)",
+        'ledger.ledgers[""].fingerprint = fingerprints[""]',
     ),
     Fault(
         "data-skipped-again-on-resume",

@@ -1,5 +1,7 @@
 """Random histories of one run: launches, kills, edits of the data, changed options, worker counts, damaged checkpoints.
 
+A third of the runs are on mixtures, whose sources are added, removed and given other weights between launches.
+
     python tests/helpers/run_histories.py --histories 10000      # counts; the seed of a failure is printed
     python tests/helpers/run_histories.py --first 4711 --histories 1
 
@@ -11,6 +13,7 @@ The checks know nothing of the ledger. They follow the groups of the steps that 
 
 - that no problem is used twice in an epoch, and none that the launch's dataset does not have;
 - that an epoch is left only when each of its problems was used, or may be skipped because its last groups were solved;
+- that each step of a mixture has the shares of its sources, however these change from launch to launch;
 - that a launch is refused exactly if the training problems changed without `data.accept_changes`, or no checkpoint is
   whole; and that after the first step nothing is refused.
 """
@@ -27,22 +30,25 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from number_shards import NumberShard, number_of, problem
+from number_shards import NumberShard, problem
 from ray.train import Checkpoint
 
 from grpo_ray.config.loader import load_config
-from grpo_ray.config.schema import Config
+from grpo_ray.config.schema import Config, SourceConfig
 from grpo_ray.data import stream
 from grpo_ray.data.ledger import ids_to_uint64
-from grpo_ray.data.problem import Problem
+from grpo_ray.data.mixture import MixturePlan, read_mixture
+from grpo_ray.data.problem import SOURCE, Problem
+from grpo_ray.data.registry import SourceShard
 from grpo_ray.data.stream import DatasetIndex, EpochPlan, Split, build_index, make_epoch_reader
 from grpo_ray.driver.preflight.same_run import check_dataset, record_dataset
-from grpo_ray.driver.stages import UNVERIFIABLE_FILE, read_unverifiable
+from grpo_ray.driver.stages import UNVERIFIABLE_FILE, DatasetIndexes, read_unverifiable
 from grpo_ray.errors import CheckpointError, ConfigError, DataError
 from grpo_ray.learner.rollouts.group_batches import GroupBatches
 from grpo_ray.storage import checkpoint_integrity, checkpoints
@@ -56,6 +62,8 @@ from grpo_ray.training.start_point import choose_start, load_ledger
 
 KILLS = ("drawn", "recorded", "settled", "files written", "rollouts written", "committed")
 """Moments of a step at which an attempt can be killed."""
+SOURCES = ("a", "b", "c")
+"""Names of the sources of mixtures; a single dataset is the source ""."""
 LENGTHS = 9
 """Lengths of prompts, in invented tokens: problem n has 1 + n % LENGTHS."""
 
@@ -147,6 +155,18 @@ def map_shards_here(
 # Data
 
 
+@functools.cache
+def problem_of(source: str, number: int) -> Problem:
+    """Return a problem of a source, or of a single dataset (source "")."""
+    return problem(number).of_source(source) if source else problem(number)
+
+
+@functools.cache
+def origins() -> dict[str, tuple[str, int]]:
+    """Return problem id -> source and number."""
+    return {problem_of(source, number).id: (source, number) for source in ("", *SOURCES) for number in range(60)}
+
+
 Files = tuple[tuple[int, ...], ...]
 """Numbers of the problems of each shard; a number may occur in several."""
 
@@ -188,8 +208,13 @@ class Launch:
     """A launch that was not refused."""
 
     config: Config
-    index: DatasetIndex
-    ids: frozenset[str]
+    indexes: dict[str, DatasetIndex]
+    """Source -> its problems."""
+    ids: dict[str, frozenset[str]]
+
+    @property
+    def shares(self) -> dict[str, Fraction]:
+        return {name: source.share for name, source in self.config.training_sources.items()}
 
 
 @dataclass
@@ -197,13 +222,9 @@ class Lineage:
     """Steps that led to a point of the run, and the state that follows from them."""
 
     steps: list[Step] = field(default_factory=list)
-    used: dict[int, set[str]] = field(default_factory=dict)
-    last_launch: dict[int, Launch] = field(default_factory=dict)
-    """Epoch -> launch of its newest use."""
-    groups: dict[str, list[int]] = field(default_factory=dict)
-    """Id -> epochs of its groups, in order."""
-    skips: set[int] = field(default_factory=set)
-    """Values of `data.skip_solved` of the launches so far."""
+    of_source: dict[str, "SourceLineage"] = field(default_factory=dict)
+    drawn: Counter[str] = field(default_factory=Counter)
+    """Problems of each source since the shares last changed."""
 
     @classmethod
     def of(cls, steps: Sequence[Step]) -> "Lineage":
@@ -214,11 +235,39 @@ class Lineage:
 
     def add(self, step: Step) -> None:
         """Add a step, and assert that it may follow."""
+        if self.steps and self.steps[-1].launch.shares != step.launch.shares:
+            self.drawn.clear()
+        self.drawn.update(origins()[each][0] for _, each in step.uses)
+        for source, share in step.launch.shares.items():
+            ahead = self.drawn[source] - share * self.drawn.total()
+            assert abs(ahead) < max(1, len(step.launch.shares) - 1), f"{source} is {float(ahead):+.2f} from its share"
+        for source in sorted({origins()[each][0] for _, each in step.uses}):
+            uses = tuple(use for use in step.uses if origins()[use[1]][0] == source)
+            self.of_source.setdefault(source, SourceLineage(source)).add(Step(uses, step.launch))
+        self.steps.append(step)
+
+
+@dataclass
+class SourceLineage:
+    """Uses of one source."""
+
+    source: str
+    used: dict[int, set[str]] = field(default_factory=dict)
+    last_launch: dict[int, Launch] = field(default_factory=dict)
+    """Epoch -> launch of its newest use."""
+    groups: dict[str, list[int]] = field(default_factory=dict)
+    """Id -> epochs of its groups, in order."""
+    skips: set[int] = field(default_factory=set)
+    """Values of `data.skip_solved` of the launches so far."""
+
+    def add(self, step: Step) -> None:
+        """Add the uses of a step, and assert that they may follow."""
         open_before = max(self.used, default=0)
         for epoch, each in step.uses:
-            assert each in step.launch.ids, f"problem {number_of(each)} is not in the dataset of the launch"
+            known = step.launch.ids.get(self.source, frozenset())
+            assert each in known, f"problem {origins()[each]} is not in the dataset of the launch"
             used = self.used.setdefault(epoch, set())
-            assert each not in used, f"problem {number_of(each)} is used twice in epoch {epoch}"
+            assert each not in used, f"problem {origins()[each]} is used twice in epoch {epoch}"
             used.add(each)
         if step.launch.config.data.skip_solved:
             self.skips.add(step.launch.config.data.skip_solved)
@@ -229,13 +278,14 @@ class Lineage:
             self.assert_epoch_is_whole(epoch, step.launch)
         for epoch, each in step.uses:
             self.groups.setdefault(each, []).append(epoch)
-        self.steps.append(step)
 
     def assert_epoch_is_whole(self, epoch: int, now: Launch) -> None:
         """Assert that each problem of an epoch that was left has been used, or may have been skipped."""
-        ids = now.ids & self.last_launch[epoch].ids if epoch in self.last_launch else now.ids
+        ids = now.ids[self.source]
+        if epoch in self.last_launch:
+            ids &= self.last_launch[epoch].ids[self.source]
         for each in ids - self.used.get(epoch, set()):
-            assert self.may_be_skipped(each, epoch), f"problem {number_of(each)} is missing in epoch {epoch}"
+            assert self.may_be_skipped(each, epoch), f"problem {origins()[each]} is missing in epoch {epoch}"
 
     def may_be_skipped(self, each: str, epoch: int) -> bool:
         before = sorted(past for past in self.groups.get(each, ()) if past < epoch)
@@ -247,7 +297,7 @@ class Lineage:
 
 def verdicts(problem_id: str, epoch: int) -> tuple[float, ...]:
     """Return the invented verdicts of a group of two; unknown for a third of the boolean problems."""
-    number = number_of(problem_id)
+    _, number = origins()[problem_id]
     if number % 15 == 0:  # data.boolean_share leaves the group out of the loss
         return (math.nan, math.nan)
     kind = (number * 7 + epoch * 3 + number // 4) % 5
@@ -278,7 +328,11 @@ class History:
         """Optimizer steps on a generation batch, between which nothing is drawn, recorded or saved."""
         self.limit = self.rng.choice((None, None, None, 5, 12))
         self.seed = self.rng.randrange(3)
-        self.files = [shard(self.rng, self.rng.sample(range(40), self.rng.randint(1, 25)))]
+        self.is_mixture = self.rng.random() < 1 / 3
+        names = SOURCES if self.is_mixture else ("",)
+        self.files = {name: [shard(self.rng, self.rng.sample(range(40), self.rng.randint(1, 25)))] for name in names}
+        """Source -> all versions of its files."""
+        self.weights = self.draw_weights()
         self.longest = self.rng.choice((LENGTHS, LENGTHS, 7))
         self.steps_of: dict[str, tuple[Step, ...]] = {}
         """Name of a checkpoint -> the steps that led to it."""
@@ -292,16 +346,29 @@ class History:
                 self.change()
             self.launch()
 
+    def draw_weights(self) -> dict[str, float]:
+        """Return the weights of some sources; those of a single dataset have no effect."""
+        names = self.rng.sample(SOURCES, self.rng.randint(1, 3)) if self.is_mixture else [""]
+        return {name: self.rng.choice((0.1, 1.0, 2.0, 3.0)) for name in names}
+
     def change(self) -> None:
         """Change data, options or stored checkpoints between two launches."""
         rng = self.rng
-        if rng.random() < 0.4:
-            self.files.append(edit(rng, self.files))
+        for versions in self.files.values():
+            if rng.random() < 0.4 / len(self.files):
+                versions.append(edit(rng, versions))
+        if self.is_mixture and rng.random() < 0.3:
+            self.weights = self.draw_weights()
+            self.counts["changed mixtures"] += 1
         if rng.random() < 0.15:
             self.longest = rng.choice((3, 5, 7, LENGTHS))
         if rng.random() < 0.15:
-            numbers = {number for part in self.files[-1] for number in part}
-            self.folder.write_json([problem(n).id for n in sorted(numbers) if rng.random() < 0.2], UNVERIFIABLE_FILE)
+            ids = [
+                problem_of(name, n).id
+                for name, versions in self.files.items()
+                for n in sorted({number for part in versions[-1] for number in part})
+            ]
+            self.folder.write_json([each for each in ids if rng.random() < 0.2], UNVERIFIABLE_FILE)
         stored = checkpoints.list_checkpoints(self.folder)
         if stored and rng.random() < 0.15:
             self.damage(stored[-1].name)
@@ -311,7 +378,8 @@ class History:
     def damage(self, name: str) -> None:
         """Flip, cut off or delete what a checkpoint needs."""
         self.counts["damaged checkpoints"] += 1
-        path = self.scratch / "run" / name / self.rng.choice(("ledger.npz", "ledger.npz", checkpoints.MANIFEST))
+        ledgers = ("ledger-a.npz", "mixture.json") if self.is_mixture else ("ledger.npz", "ledger.npz")
+        path = self.scratch / "run" / name / self.rng.choice((*ledgers, checkpoints.MANIFEST))
         if not path.exists():  # deleted before
             return
         data = path.read_bytes()
@@ -331,6 +399,9 @@ class History:
             run={"seed": self.seed, "resume": choose(("latest", "latest", "best"))},
             cluster={"num_workers": workers},
             data={
+                "train": {name: SourceConfig(path="arithmetic", weight=each) for name, each in self.weights.items()}
+                if self.is_mixture
+                else "arithmetic",
                 "limit": self.limit,
                 "skip_solved": choose((None, None, 1, 2)),
                 "prefer_mixed": choose((False, True)),
@@ -353,27 +424,30 @@ class History:
         self.counts["launches"] += 1
         stored = checkpoints.list_checkpoints(self.folder)
         try:
-            index = self.index(config)
+            indexes = {name: self.index(config, name) for name in config.training_sources}
         except DataError:
             self.counts["refused: no problems"] += 1
             return
-        ids = frozenset(problem.id for problem in index.split.read())
+        ids_of = {name: frozenset(each.id for each in index.split.read()) for name, index in indexes.items()}
+        ids = frozenset().union(*ids_of.values())
         changed = bool(stored) and self.recorded is not None and ids != self.recorded
+        fingerprint = DatasetIndexes(indexes, {}).training_fingerprint
         try:
             context: Any = SimpleNamespace(config=config, folder=self.folder)
-            check_dataset(context, index.fingerprint)
+            check_dataset(context, fingerprint)
         except ConfigError:
             assert changed and not config.data.accept_changes, "an unchanged dataset was refused"
             self.counts["refused: changed"] += 1
             return
         assert not changed or config.data.accept_changes, "a changed dataset was accepted"
-        record_dataset(self.folder, index.fingerprint)
+        record_dataset(self.folder, fingerprint)
         self.counts["changed datasets"] += changed
         self.recorded = ids
         checkpoints.prune_checkpoints(self.folder, config.run.best_metric, 2)
         stored = checkpoints.list_checkpoints(self.folder)
         last_serial = stored[-1].serial if stored else 0
-        launch = Launch(config, index, ids)
+        launch = Launch(config, indexes, ids_of)
+        self.counts["mixtures"] += self.is_mixture
         for _ in range(self.rng.randint(1, 3)):
             count = self.rng.choice([n for n in (1, 2, 3) if self.prompts % n == 0])
             try:
@@ -386,11 +460,14 @@ class History:
                 self.counts["refused: damaged"] += 1
                 return
 
-    def index(self, config: Config) -> DatasetIndex:
-        shards = [NumberShard(numbers) for numbers in self.files[-1]]
+    def index(self, config: Config, source: str) -> DatasetIndex:
+        shards: list[Any] = [NumberShard(numbers) for numbers in self.files[source][-1]]
+        if source:
+            shards = [SourceShard(each, source, None) for each in shards]
         excluded = read_unverifiable(config, self.folder)
         index = build_index(Split("some", shards, limit=config.data.limit, excluded_ids=excluded))
-        overlong = [problem(n).id for part in self.files[-1] for n in part if 1 + n % LENGTHS > self.longest]
+        numbers = (n for part in self.files[source][-1] for n in part)
+        overlong = [problem_of(source, n).id for n in numbers if 1 + n % LENGTHS > self.longest]
         return index.without_overlong(np.unique(ids_to_uint64(overlong)))
 
     def attempt(self, launch: Launch, config: Config, last_serial: int) -> None:
@@ -410,9 +487,18 @@ class Attempt:
         rng = history.rng
         self.history, self.launch, self.config, self.start, self.lineage = history, launch, config, start, lineage
         self.workers = Workers(config.cluster.max_workers)
-        self.ledger = load_ledger(path, launch.index.ids, launch.index.fingerprint)
-        self.reader = make_epoch_reader(launch.index.split, config.run.seed, config.data.prefer_mixed)
-        self.plan: EpochPlan | None = None
+        indexes = launch.indexes
+        self.ledger = load_ledger(
+            path,
+            launch.shares,
+            {name: index.ids for name, index in indexes.items()},
+            {name: index.fingerprint for name, index in indexes.items()},
+        )
+        self.readers = {
+            name: make_epoch_reader(index.split, config.run.seed, config.data.prefer_mixed)
+            for name, index in indexes.items()
+        }
+        self.plan: EpochPlan | MixturePlan | None = None
         self.serial = start.last_serial
         parts = config.grpo.steps_per_generation
         self.last_step = start.step + parts * rng.randint(1, 12)
@@ -427,14 +513,17 @@ class Attempt:
         with replaced(problem_loader, all_gather_object=workers.gather, is_rank_zero=lambda: workers.rank == 0):
             workers.run(self.work)
 
-    def publish(self, plan: EpochPlan) -> None:
+    def publish(self, plan: EpochPlan | MixturePlan) -> None:
         self.plan = plan
 
     def rows(self, rank: int) -> Iterator[dict[str, Any]]:
         """Yield a worker's rows of the plan: blocks go to workers in turn, as `StepDataConfig` has Ray Data do it."""
         plan = self.plan
         assert plan is not None
-        rows = [row for task in range(self.reader.num_read_tasks) for row in self.reader.run_read_task(task, plan)]
+        if isinstance(plan, MixturePlan):
+            rows = list(read_mixture(self.readers, plan))
+        else:
+            rows = list(self.readers[""].read_epoch(plan))
         share = self.config.sizes.prompts_per_worker
         for number, first in enumerate(range(0, len(rows), share)):
             if number % self.workers.count == rank:
@@ -506,8 +595,8 @@ class Attempt:
 def record(row: dict[str, Any], step: int) -> GroupRecord:
     correct = verdicts(row["id"], row["epoch"])
     return GroupRecord(
-        step=step, epoch=row["epoch"], problem=row["id"], rewards=correct, correct=correct, lengths=(1, 1),
-        truncated=(False, False),
+        step=step, epoch=row["epoch"], problem=row["id"], source=row.get(SOURCE, ""), rewards=correct,
+        correct=correct, lengths=(1, 1), truncated=(False, False),
     )  # fmt: skip
 
 

@@ -97,6 +97,7 @@ def draw_problems(settings: dict[str, Any]) -> None:
     from transformers import TrainerControl, TrainerState
 
     from grpo_ray.data.ledger import Ledger, uint64_to_ids
+    from grpo_ray.data.mixture_ledger import MixtureLedger
     from grpo_ray.distributed import is_rank_zero
     from grpo_ray.resilience.elastic import PreemptionNotice
     from grpo_ray.resilience.signals import StopRequest
@@ -113,7 +114,11 @@ def draw_problems(settings: dict[str, Any]) -> None:
         ledger.mark(0, uint64_to_ids(ray.get(settings["used"])))
     shard = ray.train.get_dataset_shard("train")
     loader = ProblemLoader(
-        config, ledger, folder, partial(publish_plan, coordinator), rows=lambda: iter(shard.iter_rows())
+        config,
+        MixtureLedger.single(ledger),
+        folder,
+        partial(publish_plan, coordinator),
+        rows=lambda: iter(shard.iter_rows()),
     )
     report = ReportCallback(
         config,

@@ -136,6 +136,7 @@ def draw_epoch(rank: int, folder: str, cluster: str, coordinator: str, rows: Seq
 
     from grpo_ray.config.loader import load_config
     from grpo_ray.data.ledger import DatasetFingerprint, Ledger
+    from grpo_ray.data.mixture_ledger import MixtureLedger
     from grpo_ray.storage.run_folder import RunFolder
     from grpo_ray.training.problem_loader import ProblemLoader
     from grpo_ray.training.worker import publish_plan
@@ -147,7 +148,9 @@ def draw_epoch(rank: int, folder: str, cluster: str, coordinator: str, rows: Seq
     ledger = Ledger(DatasetFingerprint.of([row["id"] for each in rows for row in each]))
     actor = ray.get_actor(coordinator) if rank == 0 else None
     publish = partial(publish_plan, actor)
-    loader = ProblemLoader(config, ledger, RunFolder(folder, "run"), publish, rows=lambda: iter(rows[rank]))
+    loader = ProblemLoader(
+        config, MixtureLedger.single(ledger), RunFolder(folder, "run"), publish, rows=lambda: iter(rows[rank])
+    )
     problems = loader.problems()
     plans = []
     drawn = []

@@ -125,7 +125,7 @@ ANYWHERE = {
     "uvicorn": AT_IMPORT["uvicorn"],
     "vllm": AT_IMPORT["vllm"] | {"evaluation.evaluate", "inference.arguments", "inference.vllm_internals"},
     "trl": AT_IMPORT["trl"] | {"learner.sharding", "rewards.format", "rewards.length", "tools.template"},
-    "ray": AT_IMPORT["ray"] | {"data.stream", "driver.preflight.audit", "storage.ray_snapshot"},
+    "ray": AT_IMPORT["ray"] | {"data.mixture", "data.stream", "driver.preflight.audit", "storage.ray_snapshot"},
     "torch": AT_IMPORT["torch"]
     | {"device", "inference.vllm_internals", "learner.sharding_settings", "models.memory", "models.warm_up"},
 }

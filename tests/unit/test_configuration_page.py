@@ -7,7 +7,7 @@ from pathlib import Path
 from configuration_page import PAGE, main, render
 
 from grpo_ray.config.fields import field_descriptions
-from grpo_ray.config.schema import SECTIONS, Config, GrpoConfig
+from grpo_ray.config.schema import SECTIONS, Config, GrpoConfig, SourceConfig
 from grpo_ray.config.trl_fields import trl_fields
 
 
@@ -23,12 +23,15 @@ def test_render_names_every_field_once_per_section() -> None:
         body = re.split(r"\n### (?:grpo|engine\.vllm)", body)[0]  # tables of TRL's fields and vLLM's arguments
         rows = [line.split("`")[1] for line in body.splitlines() if line.startswith("| `")]
         inside = [path.partition(".")[2] for path in field_descriptions(Config) if path.startswith(f"{section}.")]
+        inside += field_descriptions(SourceConfig) if section == "data" else []
         assert sorted(rows) == sorted(path.rpartition(".")[2] for path in inside if path != "trl")
 
 
 def test_render_table_rows_have_as_many_cells_as_their_head() -> None:
     tables = [part for part in render().split("\n\n") if part.startswith("| ")]
-    assert len(tables) == len(SECTIONS) + 7  # model.lora, four tables of TRL's fields, two of vLLM's arguments
+    assert (
+        len(tables) == len(SECTIONS) + 8
+    )  # data.train, model.lora, four tables of TRL's fields, two of vLLM's arguments
     for table in tables:
         assert len({row.count("|") for row in table.strip().splitlines()}) == 1, table
 

@@ -24,7 +24,7 @@ from grpo_ray.cli import build_parser, sort_overrides
 from grpo_ray.config.loader import from_mapping, load_config
 from grpo_ray.config.recorded import evaluation_settings
 from grpo_ray.config.schema import SECTIONS, Config
-from grpo_ray.config.sources import HUB_DATASETS
+from grpo_ray.config.sources import HUB_DATASETS, train_paths
 from grpo_ray.data import deepmath, gsm8k
 from grpo_ray.data.registry import DATASETS, EMBEDDED
 from grpo_ray.data.stream import open_splits
@@ -141,7 +141,7 @@ def named_datasets(block: Block) -> list[str]:
     data = yaml.safe_load(block.text).get("data", {})
     heldout = data.get("heldout")
     sets = list(heldout.values()) if isinstance(heldout, dict) else [heldout]
-    return [name for name in (data.get("train"), *sets) if name is not None]
+    return [name for name in (*train_paths(data.get("train")), *sets) if name is not None]
 
 
 def own_references(config: Config) -> list[str]:
@@ -168,12 +168,12 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Workp
 def test_config_loads_and_reads_its_problems(block: Block, workplace: Workplace) -> None:
     config = workplace.load(block)
     if "heldout" not in (yaml.safe_load(block.text).get("data") or {}):  # figures are of the data that it trains on
-        assert {source.dataset for source in config.heldout_sources.values()} == {config.data.train}
+        assert {source.dataset for source in config.heldout_sources.values()} == set(train_paths(config.data.train))
     train, heldout = open_splits(config)
-    for split in (train, *heldout.values()):
+    for split in (*train.values(), *heldout.values()):
         problem = next(iter(split.shards[0].read()))
         assert problem.prompt[-1]["role"] == "user"
-        assert problem.solution or not config.needs_solutions
+        assert problem.solution or not config.needs_solutions_of(problem.source)
     assert load_rewards(config.rewards)
     assert load_definition(config.rollout).environments.keys() == config.rollout.environments.keys()
     if config.rollout.function is not None:

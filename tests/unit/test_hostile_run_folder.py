@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from grpo_ray.cli import build_parser, load_eval_config, main, sort_overrides
-from grpo_ray.config.loader import load_config
+from grpo_ray.config.loader import from_mapping, load_config
 from grpo_ray.config.recorded import HARMLESS_ARGUMENTS, evaluation_settings, parse_recorded
 from grpo_ray.config.schema import Config, RewardsConfig
 from grpo_ray.config.vllm_fields import vllm_fields
@@ -70,6 +70,59 @@ def test_eval_runs_the_example_functions_of_a_run_folder(tmp_path: Path) -> None
     example = "grpo_ray.inference.rollout_examples:second_try"
     checkpoint = stranger(tmp_path, load_config(None, [f"rollout.function={example}"]).to_dict())
     assert eval_config(checkpoint).rollout.function == example
+
+
+MIXTURE = {
+    "a": {"path": "arithmetic", "rewards": ["correctness", "evil:a"]},
+    "b": {"path": "x.jsonl", "rewards": ["boxed_format", "evil:b"]},
+}
+
+
+def mixture(**data: Any) -> dict[str, Any]:
+    """Return a recorded config whose second source is scored by code of the stranger's."""
+    return {
+        "data": {"train": MIXTURE, **data},
+        "rewards": {"functions": ["correctness", "evil:a", "boxed_format", "evil:b"], "settings": {"evil:a": {"x": 1}}},
+        "grpo": {"reward_weights": [1.0, 2.0, 3.0, 4.0]},
+    }
+
+
+def test_eval_runs_rewards_of_a_mixture_only_with_the_users_flag() -> None:
+    trust: dict[str, Any] = {"data_is_given": False, "trusts_tools": False, "trusts_engine": False}
+    recorded = mixture()
+    with pytest.raises(ConfigError, match="its own code evil:b, which is not run"):  # evil:a scores nothing
+        evaluation_settings(recorded, **trust)
+    taken = evaluation_settings(recorded, **trust, trusts_rewards=True)
+    assert taken["rewards"] == {"functions": ["correctness", "boxed_format", "evil:b"], "settings": {}}
+    assert taken["grpo"]["reward_weights"] == [1.0, 3.0, 4.0]
+    config = from_mapping(taken)
+    assert [config.heldout_score_of(name) for name in "ab"] == ["correctness", "reward"]
+    assert config.rewards_of("b") == ("boxed_format", "evil:b") and recorded == mixture()
+    given = evaluation_settings(recorded, **trust, score="correctness")
+    assert "functions" not in given["rewards"] and from_mapping(given).heldout_score_of("b") == "correctness"
+
+
+def test_eval_on_named_sets_opens_no_source_of_a_recorded_mixture() -> None:
+    recorded = mixture(heldout={"b": "y.jsonl"})
+    recorded["data"]["train"] = {**MIXTURE, "b": {"path": "reference://x", "rewards": ["boxed_format"]}}
+    recorded["rewards"]["functions"] = ["correctness", "evil:a", "boxed_format"]
+    del recorded["grpo"]
+    trust: dict[str, Any] = {"data_is_given": False, "trusts_tools": False, "trusts_engine": False}
+    config = from_mapping(evaluation_settings(recorded, **trust))
+    assert {source.dataset for source in config.training_sources.values()} == {"arithmetic"}
+    assert config.heldout_score == "reward" and config.rewards_of("b") == ("boxed_format",)
+    del recorded["data"]["heldout"]
+    with pytest.raises(ConfigError, match=r"data\.train=reference://x of the run folder is not opened"):
+        evaluation_settings(recorded, **trust)
+
+
+@pytest.mark.parametrize("train", [{"a": 1}, {"a": None, 3: {"path": 4}}, {}, {"a": {"rewards": 3}}, [{"path": "x"}]])
+def test_eval_of_a_damaged_mixture_is_refused_in_one_line(train: Any) -> None:
+    settings = evaluation_settings(
+        {"data": {"train": train}}, data_is_given=False, trusts_tools=False, trusts_engine=False
+    )
+    with pytest.raises(ConfigError, match=r"^data\.train"):
+        from_mapping(settings)
 
 
 ENGINE = load_config(None, []).to_dict()["engine"]

@@ -13,12 +13,13 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from grpo_ray.config.heldout_keys import split_name
+from grpo_ray.config.heldout_keys import split_name, training_name
 from grpo_ray.config.schema import Config, RewardsConfig
 from grpo_ray.data.problem import Problem
 from grpo_ray.data.registry import Shard
@@ -117,30 +118,40 @@ class SplitReport:
 class AuditReport:
     """Findings of an audit."""
 
-    training: SplitReport
+    sources: Mapping[str, SplitReport]
+    """Source of the training problems -> findings in it; a single dataset is the source ""."""
     heldout: Mapping[str, SplitReport]
     """Key of a held-out set -> findings in it."""
     heldout_in_training: Mapping[str, int]
-    """Key of a held-out set -> problems that are also in the training split: accuracy on them measures memorisation."""
+    """Key of a held-out set -> problems that are also trained on: accuracy on them measures memorisation."""
     rewards: tuple[DryRun, ...]
     tools: ToolReport | None
     """Trial of tools and environments; None if the run has neither."""
     memory: tuple[CardMemory, ...]
     """Memory of one worker on common GPUs, smallest first."""
-    correctness_counts: bool
-    """True if correctness is one of the run's rewards."""
+    graded_sources: frozenset[str]
+    """Sources whose problems have the reward correctness."""
     seconds: float
     """Duration of the audit."""
 
     @property
+    def training(self) -> SplitReport:
+        """Findings in the training problems of a single dataset."""
+        (report,) = self.sources.values()
+        return report
+
+    @property
     def unverifiable_ids(self) -> list[str]:
-        """Ids of training problems that can never be rewarded; empty if correctness is not rewarded."""
-        return sorted({row.id for row in self.training.unverifiable}) if self.correctness_counts else []
+        """Ids of training problems that can never be rewarded; those without the reward correctness do not count."""
+        return sorted({row.id for name in self.graded_sources for row in self.sources[name].unverifiable})
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the report in JSON's types."""
-        memory = [each.to_dict() for each in self.memory]
-        return asdict(self) | {"memory": memory, "unverifiable_ids": self.unverifiable_ids}
+        """Return the report in JSON's types: `training` for a single dataset, `sources` for a mixture."""
+        report = asdict(self) | {"memory": [each.to_dict() for each in self.memory]}
+        sources = report.pop("sources")
+        training = {"training": sources[""]} if list(sources) == [""] else {"sources": sources}
+        counts = {"correctness_counts": bool(report.pop("graded_sources"))}
+        return training | report | counts | {"unverifiable_ids": self.unverifiable_ids}
 
 
 def audit(config: Config, *, sample: int | None = None, on_progress: OnProgress = ignore_progress) -> AuditReport:
@@ -160,46 +171,57 @@ def audit(config: Config, *, sample: int | None = None, on_progress: OnProgress 
     on_progress("reading the policy's config")
     policy = read_policy(config)
     limit = prompt_limit(config, policy.context_length)
-    training, heldout = open_splits(config, needs_solutions(config))
-    named = {"training": training} | {split_name(key): split for key, split in heldout.items()}
+    training, heldout = open_splits(config, partial(needs_solutions, config))
+    named = {training_name(name): split for name, split in training.items()}
+    named |= {split_name(key): split for key, split in heldout.items()}
+    needs = [
+        *map(config.needs_solutions_of, training),
+        *(config.needs_solutions_of(config.source_of(k)) for k in heldout),
+    ]
     measured = []
     for name, split in named.items():
         on_progress(f"reading the {name} problems")
         measured.append(_measure_prompts(config, split))
     on_progress("trying the rewards")
-    first_problems = list(islice(replace(training, columns=measured[0].columns).read(), DRY_RUN_PROBLEMS + 1))
+    columns = tuple(sorted({name for prompts in measured[: len(training)] for name in prompts.columns}))
+    first_problems = {
+        name: list(islice(replace(split, columns=columns).read(), DRY_RUN_PROBLEMS + 1))
+        for name, split in training.items()
+    }
     tools = None
     if config.rollout.has_turns:
         on_progress(PHASE)
         splits = zip(named.values(), measured, strict=True)
         problems = chain.from_iterable(replace(split, columns=each.columns).read() for split, each in splits)
         tools = try_tools(config, problems, policy.tokenizer)
-    dry_runs = _dry_run_rewards(config.rewards, first_problems, policy.tokenizer)
+    dry_runs = _dry_run_rewards(config, first_problems, policy.tokenizer)
     reports: list[SplitReport] = []
     question_ids: list[np.ndarray] = []
-    for (name, split), prompts in zip(named.items(), measured, strict=True):
+    for (name, split), prompts, reads_solutions in zip(named.items(), measured, needs, strict=True):
         overlong = find_overlong_rows(prompts, limit.tokens)
         message = describe_overlong(name, len(prompts.ids), overlong, limit)
         require_overlong_dropped(config, split.name, message, overlong)
         lengths = summarise_lengths(prompts.lengths, limit.tokens)
         slices = []
-        if config.needs_solutions:
+        if reads_solutions:
             on_progress(f"verifying the {name} solutions")
             slices = _slice_shards(split, prompts, sample)
         reports.append(_report_split(split, prompts, lengths, overlong, _verify_slices(slices, config.rewards)))
         question_ids.append(np.unique(prompts.question_ids))
-    longest = min(limit.tokens, reports[0].lengths.max) + config.grpo.max_completion_length
+    of_training, of_heldout = reports[: len(training)], reports[len(training) :]
+    longest = min(limit.tokens, *(report.lengths.max for report in of_training)) + config.grpo.max_completion_length
+    trained_on = np.unique(np.concatenate(question_ids[: len(training)]))
     return AuditReport(
-        training=reports[0],
-        heldout=dict(zip(heldout, reports[1:], strict=True)),
+        sources=dict(zip(training, of_training, strict=True)),
+        heldout=dict(zip(heldout, of_heldout, strict=True)),
         heldout_in_training={
-            key: len(np.intersect1d(question_ids[0], each, assume_unique=True))
-            for key, each in zip(heldout, question_ids[1:], strict=True)
+            key: len(np.intersect1d(trained_on, each, assume_unique=True))
+            for key, each in zip(heldout, question_ids[len(training) :], strict=True)
         },
         rewards=dry_runs,
         tools=tools,
         memory=plan_cards(config, policy.shape, sequence_length=min(policy.context_length, longest)),
-        correctness_counts="correctness" in config.rewards.functions,
+        graded_sources=frozenset(name for name in training if "correctness" in config.rewards_of(name)),
         seconds=round(time.perf_counter() - started, 1),
     )
 
@@ -410,20 +432,25 @@ def _verify_slices(slices: Sequence[ShardSlice], rewards: RewardsConfig) -> list
 
 
 def _dry_run_rewards(
-    rewards: RewardsConfig, problems: Sequence[Problem], tokenizer: "PreTrainedTokenizerBase"
+    config: Config, first_problems: Mapping[str, Sequence[Problem]], tokenizer: "PreTrainedTokenizerBase"
 ) -> tuple[DryRun, ...]:
     """Run every reward in a Ray task, which has the Python path of a worker and may crash without ending the driver.
+
+    Args:
+        first_problems: the first problems of each source; a reward is tried on those of the first source that it
+            applies to.
 
     Raises:
         RewardError: a reward cannot be loaded, or fails.
     """
     import ray
 
-    if not problems:
-        return ()
     task = ray.remote(num_cpus=0, max_retries=0)(dry_run_reward)
-    runs = []
+    rewards, runs = config.rewards, []
     for index, name in enumerate(rewards.functions):
+        applicable = (each for source, each in first_problems.items() if name in config.rewards_of(source))
+        if not (problems := next(applicable, ())):
+            continue
         try:
             runs.append(ray.get(task.remote(rewards, index, problems, tokenizer)))
         except (ray.exceptions.RayTaskError, ray.exceptions.WorkerCrashedError) as error:

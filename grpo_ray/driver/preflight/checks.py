@@ -35,7 +35,7 @@ class Check:
 
 def check_trl(context: RunContext) -> Sequence[str]:
     """Have TRL validate its arguments, and load rewards, advantages and rollout. Raises ConfigError or RewardError."""
-    from grpo_ray.evaluation.scores import heldout_score
+    from grpo_ray.evaluation.scores import heldout_scores
     from grpo_ray.inference.rollout_function import load_rollout_function
     from grpo_ray.learner.advantages import try_advantage
     from grpo_ray.learner.trl_config import trl_arguments
@@ -43,7 +43,7 @@ def check_trl(context: RunContext) -> Sequence[str]:
 
     trl_arguments(context.config, output_dir=".", on_driver=True)
     rewards = load_rewards(context.config.rewards)
-    heldout_score(context.config)
+    heldout_scores(context.config)
     grpo = context.config.grpo
     try_advantage(grpo.advantages, context.config.sizes.prompts_per_generation, grpo.num_generations, len(rewards))
     if context.config.rollout.function is not None:
@@ -135,7 +135,7 @@ def explain_code_memory(context: RunContext) -> Sequence[str]:
 def check_other_nodes(context: RunContext) -> Sequence[str]:
     """Check versions, storage, policy and data on every other node of the cluster. Raises ConfigError or DataError."""
     training, heldout = context.splits
-    first_shards = [split.shards[0] for split in (training, *heldout.values()) if split.shards]
+    first_shards = [split.shards[0] for split in (*training.values(), *heldout.values()) if split.shards]
     check_nodes(context.config, context.folder, first_shards)
     return ()
 

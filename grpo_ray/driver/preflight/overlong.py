@@ -234,7 +234,10 @@ def find_overlong(
 def measurement_key(config: Config, problems: DatasetFingerprint, tokenizer: str, limit: int) -> str:
     """Return a hash of everything that the overlong prompts of a split depend on; 16 hex digits."""
     arguments = measuring_arguments(config)
-    content = json.dumps([asdict(problems), tokenizer, limit, arguments, config.data.system_prompt], sort_keys=True)
+    prompts: Any = config.data.system_prompt
+    if config.is_mixture:
+        prompts = {name: source.system_prompt for name, source in config.training_sources.items()}
+    content = json.dumps([asdict(problems), tokenizer, limit, arguments, prompts], sort_keys=True)
     return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 

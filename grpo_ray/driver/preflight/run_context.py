@@ -1,7 +1,7 @@
 """Inputs that every stage of the driver shares."""
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 from grpo_ray.config.schema import Config
 from grpo_ray.config.sources import EMBEDDED_POLICIES
@@ -24,12 +24,12 @@ class RunContext:
     """True if a cluster is started for this run; False if it uses one that was there before."""
 
     @cached_property
-    def splits(self) -> tuple[Split, dict[str, Split]]:
-        """Training split and held-out sets by key, opened on first use.
+    def splits(self) -> tuple[dict[str, Split], dict[str, Split]]:
+        """Training splits by source, and held-out sets by key, opened on first use.
 
         Raises DataError if a dataset cannot be opened.
         """
-        return open_splits(self.config, needs_solutions(self.config))
+        return open_splits(self.config, partial(needs_solutions, self.config))
 
     @cached_property
     def policy_contents(self) -> dict[str, str]:

@@ -5,6 +5,7 @@ from dataclasses import asdict
 from typing import Any
 
 from grpo_ray.config.schema import Config
+from grpo_ray.config.sources import describe_training
 from grpo_ray.data.ledger import DatasetFingerprint
 from grpo_ray.driver.preflight.resume_fields import is_same_setting, require_same_fields
 from grpo_ray.driver.preflight.run_context import RunContext
@@ -166,7 +167,7 @@ def require_same_problems(
         else f"{current.count} problems as before, but not the same ones"
     )
     raise ConfigError(
-        f"data.train={config.data.train} has changed since the run {run_uri} started: {change} (those left "
+        f"data.train={describe_training(config)} has changed since the run {run_uri} started: {change} (those left "
         "out as overlong, data.max_prompt_length, or as unverifiable do not count); set another run.name, or "
         "data.accept_changes=true to continue (problems used in the current epoch stay used)"
     )

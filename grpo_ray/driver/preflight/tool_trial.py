@@ -127,13 +127,12 @@ def try_tools(config: Config, problems: Iterable[Problem], tokenizer: "PreTraine
 def _first_starts(sampler: "ConversationSampler", problems: Iterable[Problem]) -> "dict[str | None, Start]":
     """Return the first start of each environment by its name; key None: completions without an environment."""
     starts: dict[str | None, Start] = {}
-    are_named = None not in sampler.definition.environments and bool(sampler.definition.environments)
     # Each problem names its environment: a name that does not exist would end the run at the step that draws it.
     for problem in problems:
         start = sampler.start(problem.as_row(epoch=0, index=0), {})
         sampler.definition.require(start.environment, problem.where)
         starts.setdefault(start.environment, start)
-        if not are_named:
+        if not sampler.definition.has_named:
             break
     return starts
 

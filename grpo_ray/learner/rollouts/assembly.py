@@ -8,6 +8,7 @@ import torch
 from transformers import TrainerState
 
 from grpo_ray.config.schema import Config
+from grpo_ray.data.problem import SOURCE
 from grpo_ray.learner.advantages import load_advantage
 from grpo_ray.learner.batch import Batch
 from grpo_ray.learner.collectives import Workers
@@ -135,6 +136,7 @@ def build_scorer(parts: LearnerParts) -> Scorer:
         state=parts.state,
         chat_template_kwargs=parts.chat_template_kwargs,
         notify=parts.notify,
+        rewards_of=parts.config.rewards_of,
     )
 
 
@@ -145,6 +147,8 @@ def _early_grading(config: Config, profiler: PhaseProfiler) -> StartGrading | No
         return None
 
     def grade(row: Mapping[str, Any], answer: str | list[dict[str, Any]]) -> None:
+        if "correctness" not in config.rewards_of(row.get(SOURCE, "")):
+            return
         verdict = start_grading(answer, row["solution"], rewards.strict, rewards.time_limit)
         verdict.add_done_callback(profiler.begin_concurrent("verdicts"))
 

@@ -23,7 +23,7 @@ from grpo_ray.learner.rollouts.recorded_samples import SampleChooser
 from grpo_ray.learner.rollouts.rollout import Completions, Rollout, Rows
 from grpo_ray.learner.rollouts.sampler import Sampler
 from grpo_ray.learner.rollouts.scoring import Scorer
-from grpo_ray.learner.rollouts.step_metrics import length_metrics, reward_metrics
+from grpo_ray.learner.rollouts.step_metrics import length_metrics, reward_metrics, source_metrics
 from grpo_ray.learner.schedule import DrawOrder
 from grpo_ray.learner.sync_check import ImportanceSampling, TokenLogps, compare_logps, sampling_metrics
 from grpo_ray.storage.records.groups import GroupRecord
@@ -116,6 +116,17 @@ class Collector:
         advantages = self.advantage(grouped, self.recorder.reward_weights)
         batch["advantages"] = self.order.own_rows(advantages.values.flatten())
         self.append_metrics(reward_metrics(self.recorder.reward_names, rewards, self.recorder.reward_weights))
+        self.append_metrics(
+            source_metrics(
+                rows,
+                completions.lengths,
+                self.recorder.reward_names,
+                scores.own,
+                self.recorder.reward_weights,
+                self.recorder.num_generations,
+                self.workers,
+            )
+        )
         self.append_metrics({"frac_reward_zero_std": advantages.zero_std.float().mean().item()})
         self.append_metrics(scores.metrics)
         if compared is not None:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from grpo_ray.data.problem import SOURCE
 from grpo_ray.learner.advantages import combine_rewards
 from grpo_ray.learner.batch import loss_mask
 from grpo_ray.learner.rollouts.recorded_samples import SAMPLES, marked_rows, round_logps
@@ -83,6 +84,7 @@ class GroupRecorder:
                     step=step,
                     epoch=rows[first]["epoch"],
                     problem=rows[first]["id"],
+                    source=rows[first].get(SOURCE, ""),
                     rewards=tuple(rewards[group].tolist()),
                     correct=tuple(correct[group]) if correct is not None else None,
                     lengths=tuple(len(ids) for ids in token_ids[group]),

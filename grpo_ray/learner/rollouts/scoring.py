@@ -9,7 +9,7 @@ import asyncio
 import functools
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ from transformers import TrainerState
 from trl.data_utils import apply_chat_template
 from trl.trainer.utils import is_async_callable
 
-from grpo_ray.data.problem import reward_columns
+from grpo_ray.data.problem import SOURCE, reward_columns
 from grpo_ray.errors import RewardError
 from grpo_ray.learner.collectives import Workers
 from grpo_ray.learner.rollouts.rollout import Completions, Rows
@@ -77,6 +77,8 @@ class Scorer:
     """Variables of a reward model's chat template."""
     notify: Callable[[str], None]
     """Shows the user a line."""
+    rewards_of: Callable[[str], Collection[str]] | None = None
+    """Returns the entries of `rewards.functions` that apply to the problems of a source; None: all apply to all."""
 
     def __post_init__(self) -> None:
         self._dropped_columns: set[str] = set()
@@ -118,22 +120,38 @@ class Scorer:
             "log_extra": self._log_extra,
         }
         rewards = torch.full((len(rows), len(self.rewards)), torch.nan, device=self.workers.device)
-        awaited: list[tuple[int, Coroutine[Any, Any, Any]]] = []
+        awaited: list[tuple[int, list[int], Coroutine[Any, Any, Any]]] = []
         for number, reward in enumerate(self.rewards):
+            places = self._rows_of(number, rows)
+            if not places:
+                continue
+            own = arguments if len(places) == len(rows) else select_rows(arguments, places)
             if isinstance(reward.function, torch.nn.Module):
-                rewards[:, number] = self._score_with_model(reward, prompts, answers)
+                rewards[places, number] = self._score_with_model(reward, own["prompts"], own["completions"])
             elif is_async_callable(reward.function):
-                awaited.append((number, reward.function(**arguments)))
+                awaited.append((number, places, reward.function(**own)))
             else:
-                rewards[:, number] = self._column(reward, reward.function(**arguments), len(rows))
+                rewards[places, number] = self._column(reward, reward.function(**own), len(places))
         if awaited:
-            returned = self._runner.run(_gather([each for _, each in awaited]))
-            for (number, _), values in zip(awaited, returned, strict=True):
-                rewards[:, number] = self._column(self.rewards[number], values, len(rows))
+            returned = self._runner.run(_gather([each for *_, each in awaited]))
+            for (number, places, _), values in zip(awaited, returned, strict=True):
+                rewards[places, number] = self._column(self.rewards[number], values, len(places))
         if (unscored := rewards.isnan().all(dim=1)).any():
             first = rows[int(unscored.nonzero()[0])]
             logger.warning("no reward function applies to problem %s: its advantages are 0", first["id"])
         return rewards
+
+    def _rows_of(self, reward: int, rows: Rows) -> list[int]:
+        """Return the places of the rows to which a reward applies: in a mixture, those of some sources.
+
+        Args:
+            reward: its place in `functions`.
+        """
+        if self.rewards_of is None:
+            return list(range(len(rows)))
+        sources = {row.get(SOURCE, "") for row in rows}
+        applies = {source: self.functions[reward] in self.rewards_of(source) for source in sources}
+        return [place for place, row in enumerate(rows) if applies[row.get(SOURCE, "")]]
 
     def _answers(self, completions: Completions) -> list[Any]:
         """Return the messages of each completion, (B,); its text if prompts are plain text, as in TRL."""
@@ -203,6 +221,14 @@ class Scorer:
             total, count = sums.sum(dim=0).tolist()
             averages[name] = total / count
         return averages
+
+
+def select_rows(arguments: Mapping[str, Any], places: Sequence[int]) -> dict[str, Any]:
+    """Return the arguments of a reward for some of the completions: the same places of each list."""
+    return {
+        name: [value[place] for place in places] if isinstance(value, list) else value
+        for name, value in arguments.items()
+    }
 
 
 async def _gather(coroutines: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:

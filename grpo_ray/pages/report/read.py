@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from grpo_ray.config.heldout_keys import HELDOUT, heldout_keys, primary_key
+from grpo_ray.config.heldout_keys import AUTO, HELDOUT, heldout_keys, heldout_label, primary_key
 from grpo_ray.config.schema import RunConfig
 from grpo_ray.config.yaml_documents import parse_yaml
 from grpo_ray.errors import ConfigError, DamagedFileError, DataError
@@ -284,10 +284,13 @@ def run_heldout_keys(config: Mapping[str, Any]) -> list[str]:
     Names that the config of a run cannot have are omitted.
     """
     data, run = config.get("data"), config.get("run")
-    heldout = data.get("heldout") if isinstance(data, Mapping) else None
-    if isinstance(heldout, Mapping):
-        heldout = [name for name in heldout if isinstance(name, str) and HELDOUT_NAME.fullmatch(name)]
-    keys = heldout_keys(dict.fromkeys(heldout)) if isinstance(heldout, list) and heldout else [HELDOUT]
+    data = data if isinstance(data, Mapping) else {}
+    named, train = data.get("heldout", AUTO), data.get("train")
+    keys = [
+        key
+        for key in heldout_keys(named, train if isinstance(train, Mapping) else "")
+        if key == HELDOUT or HELDOUT_NAME.fullmatch(heldout_label(key))
+    ] or [HELDOUT]
     best_metric = run.get("best_metric") if isinstance(run, Mapping) else None
     primary = primary_key(best_metric if isinstance(best_metric, str) else RunConfig.best_metric, keys)
     return [primary, *(key for key in keys if key != primary)][:MAX_HELDOUT_SETS]

@@ -22,6 +22,8 @@ class GroupRecord:
     """Epoch that the group counts for, from 0."""
     problem: str
     """Id of the problem."""
+    source: str = ""
+    """Source of a mixture that the problem belongs to; "" for a single dataset. Not a column of `rollouts/`."""
     rewards: tuple[float, ...]
     """Combined reward; NaN where the completion could not be graded."""
     correct: tuple[float, ...] | None

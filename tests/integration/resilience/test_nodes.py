@@ -25,7 +25,7 @@ def test_check_this_node_equal_to_driver_has_no_issue(own_versions: dict[str, st
     config = load_config(None, [f"run.storage_path={tmp_path}", "run.name=r"])
     folder = RunFolder(config.run.storage_path, config.run.name)
     folder.write_text("token", nodes.PROBE)
-    shards = open_dataset(config.data.train, "train", config.data)[:1]
+    shards = open_dataset("arithmetic", "train", config.data)[:1]
     assert nodes.check_this_node(config, folder, "token", own_versions, shards, has_workers=True, on_gpu=False) == []
     assert folder.file_sizes() == {nodes.PROBE: 5}
 

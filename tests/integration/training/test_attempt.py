@@ -32,7 +32,7 @@ def test_remove_leftovers_deletes_and_names_what_announce_start_left(cluster: No
     spec = WorkerSpec(
         config=load_config(None, []),
         model_path="policy",
-        training_fingerprint=DatasetFingerprint(0, "0"),
+        training_fingerprints={"": DatasetFingerprint(0, "0")},
         heldout_conditions={},
         training_ids=None,
         last_serial=0,

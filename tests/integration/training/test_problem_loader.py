@@ -11,6 +11,7 @@ from worker_group import run_workers
 
 from grpo_ray.config.loader import load_config
 from grpo_ray.data.ledger import DatasetFingerprint, Ledger, uint64_to_ids
+from grpo_ray.data.mixture_ledger import MixtureLedger
 from grpo_ray.data.problem import Problem
 from grpo_ray.data.stream import EpochPlan, to_row
 from grpo_ray.storage.run_folder import RunFolder
@@ -41,7 +42,7 @@ def make_loader(folder: Path, ledger: Ledger, coordinator: Any) -> ProblemLoader
     config = load_config(None, ["grpo.prompts_per_step=4", "cluster.num_workers=2"])
     return ProblemLoader(
         config,
-        ledger,
+        MixtureLedger.single(ledger),
         RunFolder(str(folder), "run"),
         publish_plan=lambda plan: publish_plan(coordinator, plan),
         rows=lambda: iter(ROWS),

@@ -280,6 +280,7 @@ VIOLATIONS = {
     "sharded_learner_has_workers": ["cluster.shard_learner=true", "cluster.num_workers=1"],
     "every_reward_has_a_weight": ["grpo.reward_weights=[1, 2]"],
     "reward_names_differ": ["rewards.functions=[correctness, correctness]"],
+    "sources_name_what_exists": ["data.train={a: {path: arithmetic, rewards: [boxed_format]}}"],
     "heldout_score_is_known": ["heldout.score=corectness"],
     "eased_conciseness_knows_the_success_rate": ["rewards.functions=[eased_conciseness]"],
     "entropy_bounds_are_ordered": ["grpo.entropy_coef_min=2.0", "grpo.entropy_coef_max=1.0"],

@@ -277,7 +277,7 @@ def test_file_shard_columns_can_be_swapped(tmp_path: Path) -> None:
 def test_file_shard_missing_mapped_column_names_the_others(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [{"question": "q", "answer": "5"}])
     assert refusal(path, columns={"prompt": "problem"}) == (
-        f"{path}, row 1: no column 'problem' (data.columns maps 'prompt' to it); the row has answer, question"
+        f"{path}, row 1: no column 'problem' (`columns` maps 'prompt' to it); the row has answer, question"
     )
 
 

@@ -52,7 +52,7 @@ def test_row_problem_is_read_back_unchanged(columns: dict[str, Any]) -> None:
 def test_row_types_do_not_depend_on_columns() -> None:
     rows = [to_row(Problem(id="1", prompt=[], solution="s", columns=c), 0) for c in ({}, {"x": 1}, {"x": "text"})]
     assert {tuple((name, type(value)) for name, value in row.items()) for row in rows} == {
-        (("id", str), ("epoch", int), ("prompt", str), ("solution", str), ("columns", str))
+        (("id", str), ("epoch", int), ("prompt", str), ("solution", str), ("columns", str), ("source", str))
     }
 
 
@@ -162,7 +162,7 @@ def test_open_splits_without_heldout_file_cuts_training(tmp_path: Path) -> None:
     training, heldout = open_splits(
         load_config(None, [f"data.train={path}", "data.heldout=null", "data.heldout_share=0.2"])
     )
-    train, held = ({p.id for p in split.read()} for split in (training, heldout["heldout"]))
+    train, held = ({p.id for p in split.read()} for split in (training[""], heldout["heldout"]))
     assert not train & held and len(train | held) == 200 and held
 
 
@@ -170,7 +170,7 @@ def held_out(config: Config) -> tuple[set[str], set[str]]:
     """Return the ids of the training and of the held-out problems."""
     training, heldout = open_splits(config)
     (part,) = heldout.values()
-    return {problem.id for problem in training.read()}, {problem.id for problem in part.read()}
+    return {problem.id for problem in training[""].read()}, {problem.id for problem in part.read()}
 
 
 def test_open_splits_own_file_is_measured_on_a_part_of_itself(tmp_path: Path) -> None:
@@ -251,7 +251,7 @@ def test_open_splits_rows_of_one_question_are_held_out_together(tmp_path: Path) 
     rows = [{"prompt": f"{n}?", "solution": "1", "level": level} for n in range(40) for level in range(5)]
     path = write_rows(tmp_path / "a.jsonl", rows)
     training, heldout = open_splits(load_config(None, [f"data.train={path}", "data.heldout_share=0.3"]))
-    parts = [{each.question_id for each in split.read()} for split in (training, heldout["heldout"])]
+    parts = [{each.question_id for each in split.read()} for split in (training[""], heldout["heldout"])]
     assert all(parts) and not parts[0] & parts[1]
 
 
@@ -266,7 +266,7 @@ def test_open_splits_with_heldout_file_uses_both(tmp_path: Path) -> None:
     paths = [write_jsonl(tmp_path / "a.jsonl", 20), write_jsonl(tmp_path / "b.jsonl", 10)]
     settings = [f"data.train={paths[0]}", f"data.heldout={paths[1]}", "data.limit=15", "data.heldout_limit=5"]
     training, heldout = open_splits(load_config(None, settings))
-    assert [int(p.solution) for p in training.read()] == list(range(15))
+    assert [int(p.solution) for p in training[""].read()] == list(range(15))
     assert [int(p.solution) for p in heldout["heldout"].read()] == list(range(5))
 
 

@@ -287,7 +287,7 @@ def launch(tmp_path: Path, *overrides: str) -> tuple[RunContext, RunLease]:
 
 def indexes_of(*ids: str) -> DatasetIndexes:
     index: Any = SimpleNamespace(fingerprint=DatasetFingerprint.of(ids))
-    return DatasetIndexes(index, {"heldout": index})
+    return DatasetIndexes({"": index}, {"heldout": index})
 
 
 def test_find_resume_point_deletes_nothing_and_names_surplus(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Scores of held-out completions: which one a config has, and what rewards receive and may return."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from grpo_ray.data.problem import Problem
 from grpo_ray.errors import ConfigError, RewardError
 from grpo_ray.evaluation.confidence import normal_interval
 from grpo_ray.evaluation.metrics import measurement_conditions, score_completions, summarize_evaluation
-from grpo_ray.evaluation.scores import Answer, WeightedRewards, heldout_score
+from grpo_ray.evaluation.scores import Answer, WeightedRewards, heldout_score, heldout_scores
 from grpo_ray.rewards.registry import needs_solutions
 
 GAME = "rollout.environment=package.games:Guess"
@@ -169,3 +170,27 @@ def test_conditions_of_a_measurement_name_what_the_score_is_computed_from() -> N
     assert conditions(
         "rewards.functions=[boxed_format, tag_format]", "rewards.settings={tag_format: {credit: 1.0}}"
     ) != (formats)
+
+
+def test_each_source_of_a_mixture_has_the_score_of_its_own_rewards() -> None:
+    config = config_of(
+        "data.train={a: {path: arithmetic, rewards: [correctness]}, b: {path: x.jsonl, rewards: [boxed_format]}}",
+        "rewards.functions=[correctness, boxed_format]", "grpo.reward_weights=[1.0, 3.0]",
+    )  # fmt: skip
+    assert [config.heldout_score_of(name) for name in ("a", "b", "")] == ["correctness", "reward", "correctness"]
+    assert [config.needs_solutions_of(name) for name in ("a", "b")] == [True, False]
+    assert [needs_solutions(config, name) for name in ("a", "b")] == [True, False]
+    score = heldout_scores(config)
+    problems = [replace(problem(), source=source, solution="4") for source in ("b", "a", "b", "a")]
+    answers = [answer("\\boxed{4}"), answer("\\boxed{4}"), answer("4"), answer("\\boxed{5}")]
+    assert score(problems, answers) == [3.0, 1.0, 0.0, 0.0]
+    assert [score.of(each).is_verdict for each in problems] == [False, True, False, True]
+
+
+def test_heldout_sets_of_a_mixture_are_scored_by_the_source_of_the_same_name() -> None:
+    config = config_of(
+        "data.train={a: {path: arithmetic, rewards: [correctness]}, b: {path: x.jsonl, rewards: [boxed_format]}}",
+        "rewards.functions=[correctness, boxed_format]", "data.heldout={b: y.jsonl, other: gsm8k}",
+    )  # fmt: skip
+    assert [config.source_of(key) for key in config.heldout_keys] == ["b", ""]
+    assert config.heldout_score == "reward"  # of the primary set

@@ -12,8 +12,9 @@ import pytest
 
 from grpo_ray.config.loader import load_config
 from grpo_ray.data.ledger import DatasetFingerprint, Ledger, ids_to_uint64, uint64_to_ids
+from grpo_ray.data.mixture_ledger import MixtureLedger
 from grpo_ray.data.problem import Problem
-from grpo_ray.data.stream import EpochPlan, to_row
+from grpo_ray.data.stream import to_row
 from grpo_ray.errors import DataError
 from grpo_ray.storage.parquet import MemoryBudget
 from grpo_ray.storage.records import rollout_files
@@ -34,7 +35,11 @@ def test_problem_loader_settle_marks_problems_of_every_epoch(tmp_path: Path) -> 
     """A step at the end of an epoch holds problems of two."""
     folder = RunFolder(str(tmp_path), "run")
     loader = ProblemLoader(
-        load_config(None, []), Ledger(), folder, publish_plan=lambda plan: None, rows=lambda: iter([])
+        load_config(None, []),
+        MixtureLedger.single(Ledger()),
+        folder,
+        publish_plan=lambda plan: None,
+        rows=lambda: iter([]),
     )
     ends, begins = "a" * 16, "b" * 16
     loader.record([group(ends, epoch=0), group(begins, epoch=1)])
@@ -55,9 +60,11 @@ def make_loader(
     folder: RunFolder, ledger: Ledger, *overrides: str, rows: Sequence[dict[str, Any]] = (), start_step: int = 1
 ) -> Any:
     """Return a loader of one worker, and the plans that it publishes."""
-    plans: list[EpochPlan] = []
+    plans: list[Any] = []
     config = load_config(None, ["cluster.num_workers=1", "grpo.prompts_per_step=2", *overrides])
-    return ProblemLoader(config, ledger, folder, plans.append, rows=lambda: iter(rows), start_step=start_step), plans
+    return ProblemLoader(
+        config, MixtureLedger.single(ledger), folder, plans.append, rows=lambda: iter(rows), start_step=start_step
+    ), plans
 
 
 def test_problem_loader_skips_only_problems_that_the_dataset_still_has(tmp_path: Path) -> None:
@@ -94,7 +101,7 @@ def test_problem_loader_curriculum_needs_no_groups_of_written_files(tmp_path: Pa
         if is_written:
             write()
             assert loader._not_in_files == []
-        loader._apply_curriculum(1)
+        loader._apply_curriculum(ledger, 1, least=2)
         assert uint64_to_ids(ledger.skipped(1)) == [solved, other]
 
 
@@ -124,7 +131,7 @@ def test_problem_loader_writes_tokens_that_come_after_a_gathering(tmp_path: Path
     tokens = TokenRecord(text=b"4", ends=array("i", [1]), head=1, engine_logps=array("f", [-1.0]), masked=b"\0")
     sample = replace(group("1" * 16, 0), completions=("4",), sample="first", advantages=(0.5,), tokens=(tokens,))
     loader.record([sample])
-    loader._begin_epoch(1, [])
+    loader._begin_plan([])
     loader.record_tokens([LossTokens(3, "first", 0, array("f", [-1.25]), b"\1")])
     loader.settle(tmp_path)()
     (row,) = read_steps(folder, with_tokens=True).to_pylist()

@@ -14,7 +14,8 @@ def test_run_any_history_uses_each_problem_of_each_epoch_once() -> None:
     counts: Counter[str] = Counter()
     for seed in range(30):
         run_history(seed, counts)
-    assert min(counts[kind] for kind in ("kills", "damaged checkpoints", "changed datasets", "refused: changed")) > 0
+    kinds = ("kills", "damaged checkpoints", "changed datasets", "refused: changed", "mixtures", "changed mixtures")
+    assert min(counts[kind] for kind in kinds) > 0
 
 
 @pytest.mark.slow

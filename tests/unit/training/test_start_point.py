@@ -1,6 +1,7 @@
 """Start point of an attempt: the checkpoint that it resumes from, its ledger, and the next serial number."""
 
 import json
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -21,10 +22,10 @@ def test_load_ledger_changed_dataset_counts_only_its_problems(tmp_path: Path) ->
     before.mark(0, [OLD, KEPT])
     before.save(tmp_path)
 
-    ids = ids_to_uint64([KEPT, NEW])
-    ledger = load_ledger(tmp_path, ids, today)
+    single = {"": Fraction(1)}, {"": ids_to_uint64([KEPT, NEW])}, {"": today}
+    ledger = load_ledger(tmp_path, *single).ledgers[""]
     assert uint64_to_ids(ledger.used(0)) == [KEPT] and ledger.remaining(0) == 1
-    assert len(load_ledger(None, ids, today).used(0)) == 0
+    assert len(load_ledger(None, *single).ledgers[""].used(0)) == 0
 
 
 def test_choose_start_best_numbers_new_checkpoints_after_all_others(
