@@ -231,7 +231,7 @@ class ModelConfig:
 
     path: str = "tiny-arithmetic"
     """Causal language model: hub id, local folder, or s3:// or gs:// folder. "tiny-arithmetic", "tiny-tools" (calls
-    a tool) and "tiny-guess" (plays a game) are embedded policies."""
+    a tool), "tiny-guess" (plays a game) and "tiny-mixture" (arithmetic and the game) are embedded policies."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Precision of learner and engine. null (derived): bfloat16 with GPUs, float32 without."""
     trust_remote_code: bool = False
@@ -438,11 +438,6 @@ class RolloutConfig:
     must be set on every machine with workers. null: no token is sent."""
     max_result_tokens: PositiveInt = 512
     """Largest number of tokens of one result that the policy reads; the middle of a longer one is left out."""
-
-    @property
-    def requires_isolation(self) -> bool:
-        """True if every machine must be able to confine processes."""
-        return self.isolation == "required" and self.runs_policy_code
 
     @property
     def runs_policy_code(self) -> bool:
@@ -747,6 +742,14 @@ class Config:
     def needs_solutions(self) -> bool:
         """True if a built-in reward or score reads the solutions of any training problems."""
         return any(map(self.needs_solutions_of, self.training_sources))
+
+    @property
+    def requires_isolation(self) -> bool:
+        """True if every machine must be able to confine processes, which run code that the policy writes."""
+        grades_programs = "code_tests" in self.rewards.functions
+        of_reward = self.rewards.settings.get("code_tests", {}).get("isolation", "required")
+        of_tools = self.rollout.isolation == "required" and self.rollout.runs_policy_code
+        return of_tools or (grades_programs and of_reward == "required")
 
     @property
     def columns_decide_tasks(self) -> bool:

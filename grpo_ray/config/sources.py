@@ -17,7 +17,7 @@ HUB_DATASETS = {"deepmath": "trl-lib/DeepMath-103K", "gsm8k": "openai/gsm8k"}
 BUILT_IN_DATASETS = ("arithmetic", "multiplication", "guessing", *HUB_DATASETS)
 """Names of built-in datasets (`data/registry.py`): generated ones, and those on the hub."""
 
-EMBEDDED_POLICIES = ("tiny-arithmetic", "tiny-tools", "tiny-guess")
+EMBEDDED_POLICIES = ("tiny-arithmetic", "tiny-tools", "tiny-guess", "tiny-mixture")
 """Values of `model.path` that name an embedded policy (`models/demonstrations.py`)."""
 
 FILE_SUFFIXES = (".parquet", ".jsonl", ".csv")

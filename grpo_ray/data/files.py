@@ -19,6 +19,7 @@ from typing import Any, BinaryIO, cast
 
 from grpo_ray.config.sources import FILE_SUFFIXES
 from grpo_ray.data.problem import Problem, parse_problem
+from grpo_ray.data.program_tests import parse_tests
 from grpo_ray.errors import DataError, GrpoRayError
 from grpo_ray.storage.retry import is_transient, retry_transient
 
@@ -49,6 +50,8 @@ class FileShard:
     """False if rows may lack a solution."""
     columns_decide: bool = False
     """True if the columns determine the task (`parse_problem`)."""
+    has_tests: bool = False
+    """True if the column `tests` holds tests of programs, which are checked."""
 
     def read(self) -> Iterator[Problem]:
         """Yield the shard's problems in the file's order.
@@ -61,13 +64,27 @@ class FileShard:
             where = f"{self.path}, row {number}"
             if self.columns:
                 row = _rename(row, self.columns, where)
-            yield parse_problem(
+            problem = parse_problem(
                 row,
                 where=where,
                 system_prompt=self.system_prompt,
                 needs_solution=self.needs_solution,
                 columns_decide=self.columns_decide,
             )
+            if self.has_tests:
+                _check_tests(problem)
+            yield problem
+
+
+def _check_tests(problem: Problem) -> None:
+    """Raise DataError if the tests of a problem have no known form; the message names file and row."""
+    columns = problem.columns
+    if columns.get("tests") is None:
+        return
+    try:
+        parse_tests(columns["tests"], columns.get("entry_point"), columns.get("setup"))
+    except DataError as error:
+        raise DataError(f"{problem.where}: {error}") from None
 
 
 def file_shards(

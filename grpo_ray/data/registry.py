@@ -89,6 +89,7 @@ def open_dataset(
     config: DataConfig | TrainingSource,
     needs_solutions: bool = True,
     columns_decide: bool = False,
+    has_tests: bool = False,
 ) -> Sequence[Shard]:
     """Return the shards of a dataset: a built-in one, files, or a hub dataset, tried in this order.
 
@@ -98,11 +99,14 @@ def open_dataset(
         config: section `data`, or a source of it, for the names of the columns and the system prompt.
         needs_solutions: False if rows may lack a solution, because no reward reads it.
         columns_decide: True if the columns determine the task (`parse_problem`).
+        has_tests: True if the column `tests` holds tests of programs, which are checked.
 
     Raises:
         DataError: there are no such files, or they cannot be read.
     """
     shards = _open_dataset(name, split, config)
+    if has_tests:
+        shards = [replace(each, has_tests=True) if isinstance(each, FileShard) else each for each in shards]
     if needs_solutions:
         return shards
     return [

@@ -9,6 +9,7 @@ task but prefers the mistake, and GRPO has to reverse that preference.
 | `tiny-arithmetic` | `data/arithmetic.py` | a forgotten carry or borrow, or the wrong digit |
 | `tiny-tools` | `data/multiplication.py` with the tool `multiply` | an estimate instead of a call of the tool |
 | `tiny-guess` | `data/guessing.py` with the environment `Guess` | guesses that ignore the hints |
+| `tiny-mixture` | arithmetic and the guessing game | those of both |
 """
 
 import json
@@ -214,6 +215,19 @@ def _guessing_batches(recipe: Mapping[str, Any]) -> Iterator[list[Demonstration]
         yield batch
 
 
+# Both: arithmetic and the guessing game
+
+
+def _mixture_texts() -> list[str]:
+    return [*_arithmetic_texts(), *_guessing_texts()]
+
+
+def _mixture_batches(recipe: Mapping[str, Any]) -> Iterator[list[Demonstration]]:
+    sums = _arithmetic_batches({**recipe, "batch_size": recipe["sums"]})
+    games = _guessing_batches({**recipe, "batch_size": recipe["games"]})
+    return ([*some, *others] for some, others in zip(sums, games, strict=True))
+
+
 # The policies
 
 _SHAPE = {
@@ -282,6 +296,27 @@ POLICIES: dict[str, EmbeddedPolicy] = {
         response_template=RESPONSE_TEMPLATE,
         texts=_guessing_texts,
         batches=_guessing_batches,
+    ),
+    "tiny-mixture": EmbeddedPolicy(
+        recipe={
+            **_SHAPE,
+            "intermediate_size": 64,  # so that all policies together stay below 1 MB
+            "seed": 0,
+            "sums": 96,  # demonstrations of each task in a batch
+            "games": 32,
+            "steps": 1000,
+            "learning_rate": 6e-3,
+            "right_part": 0.7,
+            "mistaken_share": 0.75,
+            "limit": 8,
+            "first_bisection_share": 0.7,
+            "bisection_share": 0.2,
+        },
+        special_tokens=TOOL_SPECIAL_TOKENS,
+        chat_template=TOOL_CHAT_TEMPLATE,
+        response_template=RESPONSE_TEMPLATE,
+        texts=_mixture_texts,
+        batches=_mixture_batches,
     ),
 }
 """Name (`model.path`) -> embedded policy."""

@@ -149,7 +149,7 @@ def check_this_node(
         on_gpu: whether workers compute on GPUs.
     """
     issues = [model_issue(config), engine_issue_here(on_gpu, config)] if has_workers else []
-    if has_workers and config.rollout.requires_isolation:
+    if has_workers and config.requires_isolation:
         issues.append(isolation_issue())
     if has_workers and (variable := config.rollout.sandbox_token_variable) and not os.environ.get(variable):
         issues.append(f"rollout.sandbox_token_variable={variable}: this environment variable is not set")

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from grpo_ray.errors import RewardError
+from grpo_ray.text.messages import message_text
 
 Completion = str | list[dict[str, Any]]
 """One completion: plain text, or the messages of a conversation."""
@@ -33,15 +34,6 @@ def completion_text(completion: Completion) -> str:
     if not completion or completion[-1].get("role", "assistant") != "assistant":
         return ""
     return message_text(completion[-1])
-
-
-def message_text(message: Mapping[str, Any]) -> str:
-    """Return the text of a message."""
-    content = message.get("content")
-    if isinstance(content, list):
-        # Multimodal messages have parts; only text can hold an answer.
-        return "".join(part.get("text", "") for part in content if part.get("type") == "text")
-    return content or ""
 
 
 def transcript(messages: Sequence[Mapping[str, Any]]) -> str:

@@ -12,9 +12,10 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from grpo_ray.errors import RewardError
-from grpo_ray.rewards.completions import Completion, completion_text, message_text
+from grpo_ray.rewards.completions import Completion, completion_text
 from grpo_ray.rewards.json_format import answer_text
 from grpo_ray.rewards.verdicts import Verdict, process_store
+from grpo_ray.text.messages import message_text
 
 logger = logging.getLogger(__name__)
 

@@ -17,6 +17,7 @@ from grpo_ray.config.schema import Config, RewardsConfig
 from grpo_ray.config.similar_names import suggestion
 from grpo_ray.errors import ConfigError, RewardError
 from grpo_ray.rewards.choice import choice
+from grpo_ray.rewards.code_tests import CodeTests
 from grpo_ray.rewards.correctness import accuracy_reward, start_grading
 from grpo_ray.rewards.environment import environment_reward
 from grpo_ray.rewards.format import boxed_format, tag_format, think_format
@@ -29,6 +30,7 @@ __all__ = ["REWARDS", "ConfiguredReward", "accuracy_reward", "load_reward", "loa
 REWARDS: dict[str, Callable[..., Any]] = {
     "correctness": accuracy_reward,
     "choice": choice,
+    "code_tests": CodeTests,
     "boxed_format": boxed_format,
     "tag_format": tag_format,
     "think_format": think_format,

@@ -4,8 +4,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from grpo_ray.rewards.completions import message_text
 from grpo_ray.storage.records.conversation_columns import ConversationRecord, MessageRecord, bound_messages
+from grpo_ray.text.messages import message_text
 from grpo_ray.tools.turn_loop import OK, Conversation
 
 REASONING_FIELDS = ("reasoning_content", "thinking")

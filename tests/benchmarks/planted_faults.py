@@ -238,6 +238,9 @@ TESTS: dict[str, TestFiles] = {
         integration=("learner/rollouts/test_dynamic_sampling.py",),
         fault_injection=("test_dynamic_sampling.py",),
     ),
+    "rewards/code/grading.py": TestFiles(unit=("rewards/test_code_tests.py",)),
+    "rewards/code/assertions.py": TestFiles(unit=("rewards/test_code_tests.py",)),
+    "rewards/code/values.py": TestFiles(unit=("rewards/test_code_tests.py",)),
     "learner/rollouts/scoring.py": TestFiles(
         unit=("learner/rollouts/test_mixture_scoring.py",), integration=("data/test_mixture_run.py",)
     ),
@@ -549,6 +552,36 @@ FAULTS = (
         "training/problem_loader.py",
         "for source, epoch in sorted({(group.source, group.epoch) for group in groups}):",
         "for source, epoch in sorted({(group.source, group.epoch) for group in groups})[:1]:",
+    ),
+    Fault(
+        "program-without-a-result-passes",
+        "rewards/code/grading.py",
+        'result.get("hash") == output_hash(test.output)',
+        'result.get("hash") in (None, output_hash(test.output))',
+    ),
+    Fault(
+        "later-results-of-a-call-count",
+        "rewards/code/grading.py",
+        "results.setdefault(number, result)",
+        "results[number] = result",
+    ),
+    Fault(
+        "test-beyond-its-limits-is-passed",
+        "rewards/code/grading.py",
+        "passed[number] = outcome is True",
+        "passed[number] = outcome is not False",
+    ),
+    Fault(
+        "arguments-of-a-call-stay-as-they-were",
+        "rewards/code/assertions.py",
+        '        _write_back(args, decode(result["args"]))\n',
+        "",
+    ),
+    Fault(
+        "tuples-of-a-program-become-lists",
+        "rewards/code/values.py",
+        '"tuple": tuple, "set": set, "frozenset": frozenset}\n    for',
+        '"tuple": list, "set": set, "frozenset": frozenset}\n    for',
     ),
     Fault(
         "mixture-deals-drawn-problems-again",

@@ -112,6 +112,7 @@ class Workplace:
         names = gsm8k.COLUMNS if name == "gsm8k" else {}
         names = {"prompt": "prompt", "solution": "solution"} | names | dict(config.data.columns)
         row = {column: "What is 1 + 1? #### 2" for column in names.values()}
+        row |= {column: "assert True" for ours, column in names.items() if ours in ("tests", "setup")}
         for address in addresses:
             path = self.folder / re.sub(r"^(\w+)://", r"\1/", address)
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -161,6 +161,10 @@ TESTS: Mapping[str, tuple[str, ...]] = {
         "unit/tools/test_template.py::test_neutralize_leaves_no_control_token",
         "unit/tools/test_template.py::test_neutralize_of_any_pieces_is_plain_at_any_length",
     ),
+    "tool-verdict": (
+        "unit/rewards/test_code_tests.py::test_wrong_or_hostile_program_passes_no_problem",
+        "unit/rewards/test_code_tests.py::test_results_that_are_forged_or_cut_are_left_out",
+    ),
     "level-required": (
         f"{PYTHON_TOOL}::test_code_does_not_run_where_it_cannot_be_confined",
         f"{ISOLATION}::test_required_is_refused_without_landlock",

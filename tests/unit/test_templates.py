@@ -316,6 +316,10 @@ def test_configs_exist() -> None:
         "deepmath-qwen3-python-tool.yaml",
         "multiply-tool.yaml",
         "guessing-game.yaml",
+        "mixture.yaml",
+        "short-answers.yaml",
+        "mbpp-code.yaml",
+        "judge.yaml",
     }
 
 

@@ -8,7 +8,7 @@ import torch
 from transformers import TrainerState
 
 from grpo_ray.config.schema import Config
-from grpo_ray.data.problem import SOURCE
+from grpo_ray.data.problem import SOURCE, reward_columns
 from grpo_ray.learner.advantages import load_advantage
 from grpo_ray.learner.batch import Batch
 from grpo_ray.learner.collectives import Workers
@@ -112,7 +112,7 @@ def build_collector(parts: LearnerParts) -> Collector:
 def build_sampler(parts: LearnerParts, padding: Padding) -> Sampler:
     """Return the sampler for the kind of rollouts that the config selects."""
     config, workers, profiler = parts.config, parts.workers, parts.profiler
-    grade = _early_grading(config, profiler)
+    grade = _early_grading(config, profiler, parts.rewards)
     if parts.conversation_source is not None:
         turns = MultiTurn(
             config, parts.engine, parts.conversation_source, grade, workers, profiler, parts.append_metrics
@@ -140,16 +140,33 @@ def build_scorer(parts: LearnerParts) -> Scorer:
     )
 
 
-def _early_grading(config: Config, profiler: PhaseProfiler) -> StartGrading | None:
-    """Return a function that starts grading a completion before it is scored; None without the reward `correctness`."""
+def _early_grading(
+    config: Config, profiler: PhaseProfiler, loaded: Sequence[tuple[str, Any, Any]] = ()
+) -> StartGrading | None:
+    """Return a function that starts grading a completion before it is scored; None without a reward that can.
+
+    These are `correctness`, and rewards with a method `begin(completion, row)`, which returns a future or None.
+
+    Args:
+        loaded: the rewards, in the order of `rewards.functions`.
+    """
     rewards = config.rewards
-    if "correctness" not in rewards.functions:
+    begins = {
+        name: reward.begin
+        for name, (_, reward, _) in zip(rewards.functions, loaded, strict=False)
+        if callable(getattr(reward, "begin", None)) and not isinstance(reward, torch.nn.Module)
+    }
+    if "correctness" not in rewards.functions and not begins:
         return None
 
     def grade(row: Mapping[str, Any], answer: str | list[dict[str, Any]]) -> None:
-        if "correctness" not in config.rewards_of(row.get(SOURCE, "")):
-            return
-        verdict = start_grading(answer, row["solution"], rewards.strict, rewards.time_limit)
-        verdict.add_done_callback(profiler.begin_concurrent("verdicts"))
+        applies = config.rewards_of(row.get(SOURCE, ""))
+        begun: list[Any] = []
+        if "correctness" in applies:
+            begun.append(start_grading(answer, row["solution"], rewards.strict, rewards.time_limit))
+        begun += [begin(answer, reward_columns(row)) for name, begin in begins.items() if name in applies]
+        for verdict in begun:
+            if verdict is not None:
+                verdict.add_done_callback(profiler.begin_concurrent("verdicts"))
 
     return grade

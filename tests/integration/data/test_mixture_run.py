@@ -96,7 +96,7 @@ def test_killed_run_ends_with_the_same_bits(
         assert first == second, name
 
 
-@pytest.mark.parametrize("workers", [1, 4])
+@pytest.mark.parametrize("workers", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_number_of_workers_changes_no_step(
     workers: int, whole: FinishedRun, words: Path, small_run: Callable[..., Any]
 ) -> None:

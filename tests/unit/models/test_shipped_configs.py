@@ -11,18 +11,21 @@ from grpo_ray.models.memory import GIB, GPU_CARDS, MemoryPlan, ModelShape, plan_
 
 CONFIGS = Path(__file__).parents[3] / "jobs" / "configs"
 
+HALF_BILLION = ModelShape(
+    parameters=494_032_768,
+    layers=24,
+    hidden_size=896,
+    intermediate_size=4864,
+    query_size=896,
+    key_value_size=128,
+    vocabulary=151_936,
+    tied_embeddings=True,
+    context_length=32_768,
+)
 SHAPES = {
-    "Qwen/Qwen2.5-0.5B": ModelShape(
-        parameters=494_032_768,
-        layers=24,
-        hidden_size=896,
-        intermediate_size=4864,
-        query_size=896,
-        key_value_size=128,
-        vocabulary=151_936,
-        tied_embeddings=True,
-        context_length=32_768,
-    ),
+    "Qwen/Qwen2.5-0.5B": HALF_BILLION,
+    "Qwen/Qwen2.5-0.5B-Instruct": HALF_BILLION,
+    "Qwen/Qwen2.5-Coder-0.5B-Instruct": HALF_BILLION,
     "Qwen/Qwen2.5-7B": ModelShape(
         parameters=7_615_616_512,
         layers=28,
@@ -85,7 +88,7 @@ def read_shipped(name: str) -> ShippedConfig:
 
 
 def test_gpu_configs_are_found() -> None:
-    assert len(GPU_CONFIGS) == 5
+    assert len(GPU_CONFIGS) == 7
 
 
 @pytest.mark.parametrize("name", GPU_CONFIGS)

@@ -99,4 +99,4 @@ def test_main_unknown_name_makes_nothing(capsys: pytest.CaptureFixture[str]) -> 
     with pytest.raises(SystemExit):
         warm_up.main(["tiny-arithmetics"])
     shown = capsys.readouterr().err.replace("'", "")  # Python 3.12 and later quote no choices
-    assert "choose from tiny-arithmetic, tiny-tools, tiny-guess" in shown
+    assert "choose from tiny-arithmetic, tiny-tools, tiny-guess, tiny-mixture" in shown

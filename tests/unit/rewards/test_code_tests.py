@@ -1,0 +1,223 @@
+"""Tests of the reward for programs: forms of tests, two hundred programs, and verdicts that repeat."""
+
+import itertools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from program_cases import HOSTILE, TASKS, Case, cases
+
+from grpo_ray.config.loader import load_config
+from grpo_ray.data.program_tests import AssertTest, StdinTest, parse_tests
+from grpo_ray.data.stream import open_splits
+from grpo_ray.errors import DataError, RewardError
+from grpo_ray.rewards.code.assertions import is_result
+from grpo_ray.rewards.code.grading import CodeGrader, Limits, read_results
+from grpo_ray.rewards.code.program_text import program_of
+from grpo_ray.rewards.code.values import NotPlainError, decode, encode
+from grpo_ray.rewards.registry import load_reward
+
+LIMITS = Limits(cpu_seconds=0.5, memory_gib=1.0, isolation="required", parallel=2)
+CASES = cases()
+
+
+@pytest.fixture(scope="module")
+def grader() -> Iterator[CodeGrader]:
+    grader = CodeGrader(LIMITS)
+    yield grader
+    grader.close()
+
+
+def passes(grader: CodeGrader, case: Case) -> bool:
+    return all(grader.grade(case.program, parse_tests(case.task.tests, case.task.entry_point)).passed)
+
+
+def test_there_are_two_hundred_programs() -> None:
+    assert len(CASES) >= 200 and len({case.name for case in CASES}) == len(CASES)
+    for case in CASES:  # a hostile program with a mistake in its syntax would show nothing
+        title = case.name.removeprefix(case.task.name).strip()
+        if title in HOSTILE and title not in ("has a null byte", "has half a surrogate"):
+            compile(case.program, title, "exec")
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.passes], ids=lambda case: case.name)
+def test_right_program_passes(case: Case, grader: CodeGrader) -> None:
+    assert passes(grader, case)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", [case for case in CASES if not case.passes], ids=lambda case: case.name)
+def test_wrong_or_hostile_program_passes_no_problem(case: Case, grader: CodeGrader) -> None:
+    assert not passes(grader, case)
+    if case.name.endswith(("forks without end", "kills its parent", "takes all memory", "ignores its timer")):
+        right = next(each for each in CASES if each.passes and each.task is case.task)
+        assert passes(grader, right)  # the processes of the pool still serve others
+
+
+@pytest.mark.long
+def test_verdicts_repeat() -> None:
+    outcomes = []
+    for _ in range(2):
+        grader = CodeGrader(LIMITS)
+        futures = [
+            grader.submit(case.program, parse_tests(case.task.tests, case.task.entry_point)) for case in CASES[:60]
+        ]
+        outcomes.append([future.result().passed for future in futures])
+        grader.close()
+    assert outcomes[0] == outcomes[1]
+
+
+def test_reward_is_one_for_all_tests_or_their_share(grader: CodeGrader) -> None:
+    tests = ["assert f(1) == 1", "assert f(2) == 4", "assert f(3) == 9", "assert f(-2) == 4"]
+    completions = ["```python\ndef f(n): return n * n\n```", "```py\ndef f(n): return n * abs(n)\n```", "I cannot."]
+    metrics: dict[str, float] = {}
+    rows: dict[str, Any] = {"tests": [tests, tests, tests]}
+    whole, partial = load_reward("code_tests"), load_reward("code_tests", partial=True)
+    assert whole(completions=completions, **rows, log_metric=metrics.__setitem__) == [1.0, 0.0, 0.0]
+    assert metrics == {
+        "reward/code_tests_passed_share": pytest.approx(1.75 / 3),
+        "reward/code_tests_timeout_share": 0.0,
+    }
+    assert partial(completions=completions, **rows) == [1.0, 0.75, 0.0]
+    assert partial(completions=completions, tests=[None, tests, None]) == [None, 0.75, None]
+    assert whole.begin(completions[0], {"tests": json.dumps(tests)}).result().passed == (True,) * 4  # type: ignore[attr-defined]
+    assert whole.begin(completions[0], {}) is None  # type: ignore[attr-defined]
+
+
+def test_setup_and_helpers_of_the_tests_stay_out_of_the_program(grader: CodeGrader) -> None:
+    tests = parse_tests(["assert double(3) == reference(3)"], setup="def reference(n): return 2 * n")
+    assert all(grader.grade("def double(n): return n + n", tests).passed)
+    assert not all(grader.grade("def reference(n): return 0\ndef double(n): return 0", tests).passed)
+
+
+@pytest.mark.long
+def test_test_that_exceeds_its_own_limit_is_not_passed(grader: CodeGrader) -> None:
+    """A program can have a test run on for ever, by a result that a loop of the test depends on."""
+    tests = parse_tests(["while f(1):\n    pass"])
+    assert grader.grade("def f(n): return 0", tests).passed == (True,)
+    assert grader.grade("def f(n): return 1", tests).passed == (False,)
+
+
+def test_timeouts_end_the_tests_of_a_program(grader: CodeGrader) -> None:
+    verdict = grader.grade("def f(n):\n    while n: pass", parse_tests([f"assert f({n}) is None" for n in range(20)]))
+    assert verdict.passed == (True,) + (False,) * 19 and verdict.timeouts == 19
+
+
+@pytest.mark.parametrize(
+    ("completion", "program"),
+    [
+        ("```python\na = 1\n```", "a = 1"),
+        ("First:\n```python\na = 1\n```\nBetter:\n```py\na = 2\n```\nDone.", "a = 2"),
+        ("<think>```python\na = 1\n```</think>\n```\na = 3\n```", "a = 3"),
+        ("<think>```python\na = 1\n```", ""),
+        ("```python\na = 1\n```\n```bash\nls\n```", "a = 1"),
+        ("```bash\nls\n```", ""),
+        ("a = 1", "a = 1"),
+        ("```python\na = 1", ""),
+        ("```python\na = 1\n```\n```python\ncut off", "a = 1"),
+        ("", ""),
+    ],
+)
+def test_program_is_the_last_block_of_python(completion: str, program: str) -> None:
+    assert program_of(completion) == program
+
+
+def test_forms_of_tests_are_read() -> None:
+    assert parse_tests('{"inputs": ["1"], "outputs": ["2"]}') == (StdinTest("1", "2"),)
+    assert parse_tests({"inputs": [["1", "2"]], "outputs": [["3"]]}) == (StdinTest("1\n2", "3"),)
+    assert parse_tests(["assert f()"], setup="import math") == (AssertTest("import math\nassert f()"),)
+    (check,) = parse_tests("def check(candidate):\n    assert candidate(1)\n", entry_point="f")
+    assert isinstance(check, AssertTest) and check.source.endswith("\ncheck(f)")
+    assert [len(parse_tests(task.tests, task.entry_point)) for task in TASKS] == [3, 1, 1, 2, 4, 2, 1, 3, 1]
+
+
+@pytest.mark.parametrize(
+    ("tests", "message"),
+    [
+        (["assert ("], "a test is not Python"),
+        ("def check(candidate): pass", "no column `entry_point`"),
+        ({"inputs": ["1"], "outputs": []}, "lists of equal length"),
+        ({"inputs": [1], "outputs": [2], "fn_name": "f"}, "a list of arguments"),
+        ({"inputs": [[1]], "outputs": [2], "fn_name": "f("}, "is not the name of a function"),
+        ([{"input": "x", "output": "1", "testtype": "functional"}], "`entry_point`"),
+        ({"inputs": [], "outputs": []}, "has no test"),
+        ([], "must be a list of Python statements"),
+        (5, "must be a list of Python statements"),
+        ({"a": 1}, "must be a list of Python statements"),
+        ({1, 2}, "is not JSON"),
+    ],
+)
+def test_tests_of_unknown_form_are_refused(tests: Any, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        parse_tests(tests)
+    with pytest.raises(RewardError, match=f"code_tests: .*{message}"):
+        load_reward("code_tests")(completions=["a"], tests=[tests])
+
+
+def test_tests_of_unknown_form_are_refused_with_file_and_row_before_a_run(tmp_path: Path) -> None:
+    rows = [{"prompt": "a", "tests": ["assert f()"]}, {"prompt": "b"}, {"prompt": "c", "tests": ["assert ("]}]
+    path = tmp_path / "code.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = load_config(None, [f"data.train={path}", "rewards.functions=[code_tests]", "data.heldout=arithmetic"])
+    training, _ = open_splits(config)
+    problems = training[""].read()
+    assert len(list(itertools.islice(problems, 2))) == 2  # the reward does not apply to a row without tests
+    with pytest.raises(DataError, match=r"code\.jsonl, row 3: a test is not Python"):
+        next(problems)
+    renamed = load_config(
+        None, [f"data.train={path}", "rewards.functions=[code_tests]", "data.columns={tests: checks}"]
+    )
+    with pytest.raises(DataError, match="row 1: no column 'checks'"):
+        list(open_splits(renamed)[0][""].read())
+
+
+def test_mistaken_settings_and_a_missing_column_are_refused() -> None:
+    for settings in ({"cpu_seconds": 0}, {"memory_gib": 0.1}, {"isolation": "maybe"}):
+        with pytest.raises(RewardError, match=r"rewards\.settings\.code_tests"):
+            load_reward("code_tests", **settings)
+    with pytest.raises(RewardError, match="no column `tests`"):
+        load_reward("code_tests")(completions=["a"])
+
+
+@pytest.mark.parametrize(
+    "value",
+    [None, True, 3, 1.5, "é", [1, [2]], (1, ()), {1, 2}, frozenset({"a"}), {(1, 2): [3], None: {}}, b"\0", 1j],
+    ids=repr,
+)
+def test_plain_values_are_read_back(value: Any) -> None:
+    read = decode(json.loads(json.dumps(encode(value))))
+    assert read == value and type(read) is type(value)
+
+
+@pytest.mark.parametrize("value", [object(), [object()], {"a": open}, iter(())], ids=lambda value: type(value).__name__)
+def test_other_values_are_not_plain(value: Any) -> None:
+    with pytest.raises(NotPlainError):
+        encode(value)
+
+
+@pytest.mark.parametrize(
+    "content", [[1], {"list": 5}, {"set": [{"list": []}]}, {"dict": [[1]]}, {"bytes": "x"}, {"a": 1, "b": 2}, {}]
+)
+def test_content_that_is_no_value_is_refused(content: Any) -> None:
+    with pytest.raises(NotPlainError):
+        decode(content)
+
+
+@pytest.mark.parametrize(
+    ("result", "expected", "equal"),
+    [
+        ((1, 2), [1, 2], True), ([1, 2], [[1, 2]], True), (0.1 + 0.2, 0.3, True), (3, 3.0, True), (True, 1, False),
+        (1, True, False), ({1: 2}, {"1": 2}, True), ({1: 2}, {"2": 2}, False), ("a", ["a"], True), ("a", "b", False),
+        ([1], [1, 1], False), (None, [None], True), (float("nan"), 1.0, False),
+    ],
+)  # fmt: skip
+def test_results_of_calls_are_compared_as_in_the_datasets(result: Any, expected: Any, equal: bool) -> None:
+    assert is_result(result, expected) is equal
+
+
+def test_results_that_are_forged_or_cut_are_left_out() -> None:
+    text = 'noise\x1e{"number": 1, "value": 2}\n\x1e{"number": 1, "value": 3}\n\x1e[1]\n\x1e{"number": "x"}\n\x1e{"num'
+    assert read_results(text) == ({1: {"number": 1, "value": 2}}, "")
+    assert read_results('\x1e{"number": 0, "packed": "%%%"}\n\x1e{"rest": "cut"}\n') == ({}, "cut")
