@@ -101,7 +101,12 @@ def training_sources(data: "DataConfig") -> dict[str, TrainingSource]:
 
 def describe_training(config: "Config") -> str:
     """Return the training problems of a config in a few words: the dataset, or the names of a mixture's sources."""
-    return config.data.train if isinstance(config.data.train, str) else " + ".join(config.data.train)
+    return str(shown_training(config.data.train))
+
+
+def shown_training(train: Any) -> Any:
+    """Return a value of `data.train` as it is shown: a mixture as the names of its sources, joined by "+"."""
+    return " + ".join(map(str, train)) if isinstance(train, Mapping) else train
 
 
 def train_paths(train: Any) -> list[str]:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from grpo_ray.config.sources import EMBEDDED_POLICIES, HUB_DATASETS
+from grpo_ray.config.sources import EMBEDDED_POLICIES, HUB_DATASETS, shown_training, train_paths
 from grpo_ray.config.yaml_documents import dump_yaml
 from grpo_ray.evaluation.paired import PairedComparison
 from grpo_ray.export.card_facts import CardFacts, HeldoutResult
@@ -46,7 +46,7 @@ def render_card(facts: CardFacts) -> str:
     named = [result for result in facts.results if result.after]
     metadata = ModelCardData(
         base_model=base if _is_hub_id(base) else None,
-        datasets=[dataset] if (dataset := _hub_dataset(train)) else None,
+        datasets=[each for name in train_paths(train) if (each := _hub_dataset(name))] or None,
         library_name="transformers",
         pipeline_tag="text-generation",
         tags=TAGS,
@@ -66,7 +66,11 @@ def render_card(facts: CardFacts) -> str:
         ]
         or None,
     )
-    origin = f"{_code(base)}, post-trained with GRPO on {_code(train)}" if base else "A policy post-trained with GRPO"
+    origin = (
+        f"{_code(base)}, post-trained with GRPO on {_code(shown_training(train))}"
+        if base
+        else "A policy post-trained with GRPO"
+    )
     sections = [
         f"---\n{metadata.to_yaml()}\n---",
         f"# {_title(facts.run)}",
@@ -145,7 +149,7 @@ def _training_rows(facts: CardFacts) -> list[tuple[str, str]]:
     rows = [
         ("base policy", facts.field("model", "path")),
         ("method", "GRPO on a LoRA adapter, merged here" if lora else "GRPO on all weights"),
-        ("data", facts.field("data", "train")),
+        ("data", shown_training(facts.field("data", "train"))),
         ("rewards", ", ".join(map(str, rewards)) if isinstance(rewards, list | tuple) else rewards),
         *((label, facts.field("grpo", name)) for label, name in SETTINGS if not _is_off(facts, name)),
     ]

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from grpo_ray.config.loader import describe_fields
+from grpo_ray.config.sources import shown_training
 from grpo_ray.pages.report.charts import short
 from grpo_ray.pages.report.facts import MAX_LINE_CHARS, MAX_NAME_CHARS, format_utc
 from grpo_ray.pages.report.read import RunData
@@ -71,7 +72,7 @@ def run_facts(run: RunData) -> list[tuple[str, str]]:
     prompts, completions = (_format_value(grpo.get(name)) for name in ("prompts_per_step", "num_generations"))
     facts = {
         "model": model.get("path"),
-        "data": data.get("train"),
+        "data": shown_training(data.get("train")),
         "rewards": rewards.get("functions"),
         "workers": f"{_format_value(cluster['num_workers'])} on {device}" if "num_workers" in cluster else None,
         "per step": f"{prompts} problems x {completions} completions" if grpo else None,

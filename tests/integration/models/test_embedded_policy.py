@@ -23,7 +23,8 @@ SHIPPED = {
     "tiny-mixture": (0.235, 0.295),
 }  # fmt: skip
 """Policy -> interval of its held-out score. Measured: 0.233 of 600 problems, 0.160 of 500 problems, 0.145 in 100
-games, scored by the environment, and 0.265 of 200 problems of arithmetic, the first source of the mixture. Another processor rounds differently, which may change a few answers."""
+games, scored by the environment, and 0.265 of 200 problems of arithmetic, the first source of the mixture. Another
+processor rounds differently, which may change a few answers."""
 
 MADE = {
     "tiny-arithmetic": (0.15, 0.35), "tiny-tools": (0.1, 0.3), "tiny-guess": (0.1, 0.2), "tiny-mixture": (0.15, 0.35),
