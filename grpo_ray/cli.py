@@ -286,6 +286,8 @@ def run_eval(arguments: argparse.Namespace) -> int:
             progress.notice(notice)
         require_engine_system(config)
         _, heldout = open_splits(config, partial(needs_solutions, config))
+        if arguments.heldout:  # the other sources of a mixture
+            heldout = {key: split for key, split in heldout.items() if heldout_label(key) == arguments.heldout}
         checkpoint = absolute_model(arguments.checkpoint)  # tasks of the cluster have other working folders
         policy = evaluated_policy(config, checkpoint)
         limits_template = not config.model.trust_remote_code  # limits are pointless if the model's own code may run
@@ -428,8 +430,8 @@ def load_eval_config(arguments: argparse.Namespace) -> Config:
         config = replace(config, model=replace(config.model, trust_remote_code=True))
     if arguments.data:
         config = with_heldout(config, arguments.data)
-    elif arguments.heldout:
-        config = with_heldout(config, {arguments.heldout: named_heldout_set(config, arguments.heldout)})
+    elif arguments.heldout and (dataset := named_heldout_set(config, arguments.heldout)) is not None:
+        config = with_heldout(config, {arguments.heldout: dataset})
     return with_samples(config, arguments.num_samples) if arguments.num_samples is not None else config
 
 
@@ -456,9 +458,16 @@ def with_heldout(config: Config, heldout: str | Mapping[str, str]) -> Config:
     return replace(config, run=run, data=replace(config.data, heldout=heldout))
 
 
-def named_heldout_set(config: Config, name: str) -> str:
-    """Return the dataset of a named held-out set. Raises ConfigError."""
+def named_heldout_set(config: Config, name: str) -> str | None:
+    """Return the dataset of a named held-out set; None for that of a source of a mixture. Raises ConfigError."""
     sets = config.data.heldout
+    if not isinstance(sets, Mapping) and config.is_mixture:
+        names = list(map(heldout_label, config.heldout_keys))
+        if name in names:
+            return None
+        raise ConfigError(
+            f"--heldout {name}: data.train has no source of this name, but {', '.join(names)}{suggestion(name, names)}"
+        )
     if not isinstance(sets, Mapping):
         raise ConfigError(f"--heldout {name}: data.heldout={sets} has no named sets; leave the option out")
     if name not in sets:

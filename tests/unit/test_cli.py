@@ -217,6 +217,16 @@ def test_eval_unknown_heldout_set_raises(several_sets: str, options: list[str], 
         load_eval_config(parsed)
 
 
+def test_eval_on_one_source_of_a_mixture(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("data: {train: {sums: {path: arithmetic}, more: {path: gsm8k}}}\n")
+    chosen = build_parser().parse_args(["eval", "CHECKPOINT", "--config", str(path), "--heldout", "more"])
+    assert load_eval_config(chosen).heldout_keys == ["heldout/sums", "heldout/more"]  # of which one is measured
+    wrong = build_parser().parse_args(["eval", "CHECKPOINT", "--config", str(path), "--heldout", "mor"])
+    with pytest.raises(ConfigError, match="no source of this name, but sums, more; did you mean more?"):
+        load_eval_config(wrong)
+
+
 @pytest.mark.parametrize("best_metric", ["reward/short_mean", "heldout/gsm8k/accuracy"])
 @pytest.mark.parametrize("options", [[], ["--heldout", "math"], ["--data", "other.jsonl"]])
 def test_eval_of_run_folder_takes_any_ranking(tmp_path: Path, best_metric: str, options: list[str]) -> None:

@@ -141,7 +141,7 @@ def build_scorer(parts: LearnerParts) -> Scorer:
 
 
 def _early_grading(
-    config: Config, profiler: PhaseProfiler, loaded: Sequence[tuple[str, Any, Any]] = ()
+    config: Config, profiler: PhaseProfiler, loaded: Sequence[tuple[str, Any, Any]]
 ) -> StartGrading | None:
     """Return a function that starts grading a completion before it is scored; None without a reward that can.
 
@@ -153,7 +153,7 @@ def _early_grading(
     rewards = config.rewards
     begins = {
         name: reward.begin
-        for name, (_, reward, _) in zip(rewards.functions, loaded, strict=False)
+        for name, (_, reward, _) in zip(rewards.functions, loaded, strict=True)
         if callable(getattr(reward, "begin", None)) and not isinstance(reward, torch.nn.Module)
     }
     if "correctness" not in rewards.functions and not begins:

@@ -79,7 +79,7 @@ def list_calls(source: str, known: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the calls of a test whose results are not known, as far as their arguments are."""
     tree = ast.fix_missing_locations(_WithoutAssertions().visit(ast.parse(source)))
     calls = Calls(known, needed={})
-    with contextlib.suppress(BaseException):  # the calls so far
+    with contextlib.suppress(BaseException):  # a test may raise anything on unknown values; the calls so far count
         exec(compile(tree, "<test>", "exec", dont_inherit=True), _namespace(tree, calls))
     return list((calls.needed or {}).values())
 

@@ -113,7 +113,7 @@ def serve_calls(asked: dict[str, Any], pipe: int) -> None:
     report = os.fdopen(pipe, "w", encoding="utf-8", closefd=False)
     try:
         namespace = execute(asked["program"], "solution")
-    except BaseException as error:
+    except BaseException as error:  # a program may raise anything
         for number in range(len(asked["calls"])):
             write(report, number, {"error": type(error).__name__}, "")
         return
@@ -148,7 +148,7 @@ def answer(namespace: dict[str, Any], call: dict[str, Any], pipe: int) -> None:
         args, kwargs = decode(call["args"]), decode(call["kwargs"])
         value = function(*args, **kwargs)
         result = {"value": encode(value), "args": encode(args)}
-    except BaseException as error:
+    except BaseException as error:  # a program may raise anything
         result = {"error": type(error).__name__}
     data = json.dumps(result).encode()
     while data:
@@ -200,7 +200,7 @@ def in_child(work: Callable[[int], None], cpu_seconds: float) -> tuple[bytes, fl
         except SystemExit as end:
             code = end.code if isinstance(end.code, int) else int(end.code is not None)
             sys.stdout.flush()
-        except BaseException:
+        except BaseException:  # a program may raise anything, and the fork must not run on as its parent
             code = 1
         finally:
             os._exit(code & 255)
