@@ -223,7 +223,7 @@ def test_eval_on_one_source_of_a_mixture(tmp_path: Path) -> None:
     chosen = build_parser().parse_args(["eval", "CHECKPOINT", "--config", str(path), "--heldout", "more"])
     assert load_eval_config(chosen).heldout_keys == ["heldout/sums", "heldout/more"]  # of which one is measured
     wrong = build_parser().parse_args(["eval", "CHECKPOINT", "--config", str(path), "--heldout", "mor"])
-    with pytest.raises(ConfigError, match="no source of this name, but sums, more; did you mean more?"):
+    with pytest.raises(ConfigError, match=r"no source of this name, but sums, more; did you mean more\?"):
         load_eval_config(wrong)
 
 

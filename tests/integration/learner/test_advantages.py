@@ -2,9 +2,11 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
-from stock_trl import EQUAL, GROUP, PARTLY, SIGNAL, Record, ScriptedLearner, largest_difference, train_steps
+from datasets import Dataset
+from stock_trl import EQUAL, GROUP, NEAR, PARTLY, SIGNAL, Record, ScriptedLearner, largest_difference, train_steps
 from trl import GRPOTrainer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -49,3 +51,46 @@ def test_baseline_of_the_step_gives_groups_of_equal_rewards_a_gradient(tmp_path:
     assert any(each.any() for each in ours.gradients[0].values())
     assert ours.logs[0]["frac_reward_zero_std"] == 0.0
     assert trainer.rollout.batch["advantages"].bool().all()
+
+
+SOURCE_REWARDS = {"a": SIGNAL, "b": PARTLY, "c": EQUAL}
+"""Source of a mixture -> rewards of its groups."""
+
+
+def of_a_and_b(pays: list[Sequence[float]], **columns: Any) -> list[float | None]:
+    return _pay("ab", pays, columns)
+
+
+def of_b_and_c(pays: list[Sequence[float]], **columns: Any) -> list[float | None]:
+    return _pay("bc", pays, columns, scale=-0.7)
+
+
+def _pay(sources: str, pays: list[Sequence[float]], columns: dict[str, Any], scale: float = 1.0) -> list[float | None]:
+    """Return the rewards of the rows of some sources, None for the others; TRL passes the row's item as it is."""
+    named = columns.get("source") or columns["grpo_ray_source"]
+    return [scale * pays[n][n % GROUP] if source in sources else None for n, source in enumerate(named)]
+
+
+class MixtureLearner(ScriptedLearner):
+    overrides: Sequence[str] = (
+        "data.train={a: {path: arithmetic, rewards: ['m:of_a_and_b']}, b: {path: arithmetic}, "
+        "c: {path: arithmetic, rewards: ['m:of_b_and_c']}}",
+        "rewards.functions=['m:of_a_and_b', 'm:of_b_and_c']",
+        "heldout.score=reward",
+    )
+
+
+@pytest.mark.parametrize("aggregation", ["sum_then_normalize", "normalize_then_sum"])
+def test_mixture_whose_rewards_apply_to_some_sources_has_the_gradient_of_trl(tmp_path: Path, aggregation: str) -> None:
+    rows = [
+        {
+            "prompt": [{"role": "user", "content": "7 + 5 " * (1 + n % 5)}], "pays": SOURCE_REWARDS["abc"[n % 3]],
+            "grpo_ray_source": "abc"[n % 3], "id": f"{n:016x}", "epoch": 0, "index": 0,
+        }
+        for n in range(32)
+    ]  # fmt: skip
+    settings: dict[str, Any] = {"dataset": Dataset.from_list(rows), "multi_objective_aggregation": aggregation}
+    theirs, _ = train_steps(GRPOTrainer, tmp_path / "trl", reward=[of_a_and_b, of_b_and_c], **settings)  # type: ignore[arg-type]
+    ours, _ = train_steps(MixtureLearner, tmp_path / "ours", reward=[of_a_and_b, of_b_and_c], **settings)  # type: ignore[arg-type]
+    assert any(each.any() for each in theirs.gradients[0].values())
+    assert largest_difference(ours, theirs) < NEAR
