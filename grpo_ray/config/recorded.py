@@ -128,6 +128,7 @@ def evaluation_settings(
     elif data.get("heldout", AUTO) not in (None, AUTO):
         _drop_training_data(data)
     _select_scores(settings, score, trusts_rewards)
+    _drop_code_limits(settings)
     for name, paths in (("train", train_paths(data.get("train"))), ("heldout", _texts(data.get("heldout")))):
         for source in paths:
             if not PLAIN_SOURCE.match(source):
@@ -185,6 +186,14 @@ def _select_scores(settings: dict[str, dict[str, Any]], given: str | None, is_tr
         rewards["functions"] = [score]
         if isinstance(own_settings, Mapping) and score in own_settings:
             rewards["settings"] = {score: own_settings[score]}
+
+
+def _drop_code_limits(settings: dict[str, dict[str, Any]]) -> None:
+    """Drop the settings of `code_tests` that weaken or overload the sandbox, in which a stranger's policy runs code."""
+    all_settings = settings.get("rewards", {}).get("settings")
+    if isinstance(all_settings, Mapping) and isinstance(own := all_settings.get("code_tests"), Mapping):
+        kept = {name: value for name, value in own.items() if name not in ("isolation", "parallel", "memory_gib")}
+        settings["rewards"]["settings"] = {**all_settings, "code_tests": kept}
 
 
 def _require_trust(code: Collection[str], is_trusted: bool) -> None:

@@ -38,17 +38,22 @@ class AssertTest:
 Test = StdinTest | AssertTest
 
 
-def parse_tests(tests: Any, entry_point: str | None = None, setup: str | None = None) -> tuple[Test, ...]:
+def parse_tests(tests: Any, entry_point: str | None = None, setup: Any = None) -> tuple[Test, ...]:
     """Return the tests of a problem.
 
     Args:
         tests: value of the column `tests`.
         entry_point: name of the function that `check(candidate)`, or a functional test, is about.
-        setup: Python code that runs before each test of a function.
+        setup: Python code that runs before each test of a function: text, or a list of texts.
 
     Raises:
         DataError: the value has none of the known forms, or has no test.
     """
+    if isinstance(setup, list | tuple) and all(isinstance(each, str) for each in setup):
+        setup = "\n".join(setup)  # MBPP's `test_imports`
+    for name, value in (("entry_point", entry_point), ("setup", setup)):
+        if value is not None and not isinstance(value, str):
+            raise DataError(f"the column `{name}` must be text, not {type(value).__name__}")
     try:
         content = tests if isinstance(tests, str) else json.dumps(tests, sort_keys=True)
     except (TypeError, ValueError):
@@ -56,7 +61,7 @@ def parse_tests(tests: Any, entry_point: str | None = None, setup: str | None = 
     return _parse(content, entry_point, setup)
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=128)
 def _parse(content: str, entry_point: str | None, setup: str | None) -> tuple[Test, ...]:
     try:
         value = json.loads(content)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 from grpo_ray.config.schema import Config
-from grpo_ray.data.problem import Problem
+from grpo_ray.data.problem import SOURCE, Problem
 from grpo_ray.evaluation.metrics import score_completions
 from grpo_ray.evaluation.scores import Answer, heldout_scores
 from grpo_ray.inference.arguments import request_seed
@@ -55,8 +55,10 @@ def solve_problems(
     answers: Sequence[Answer]
     if converse is not None:
         rows = [problem.as_row(epoch=0, index=index) for problem in problems for index in samples]
-        functions = config.rewards.functions
-        answers = [answer_of(conversation, functions, len(samples)) for conversation in converse(rows, sampling)]
+        answers = [
+            answer_of(conversation, config.rewards_of(row.get(SOURCE, "")), len(samples))
+            for row, conversation in zip(rows, converse(rows, sampling), strict=True)
+        ]
     else:
         prompts = tokenize_prompts(tokenizer, [problem.prompt for problem in problems], config.chat_template_kwargs)
         completions = run_requests(

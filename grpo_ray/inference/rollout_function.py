@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from grpo_ray.config.import_path import import_callable
 from grpo_ray.config.schema import Config, RolloutConfig
-from grpo_ray.data.problem import reward_columns
+from grpo_ray.data.problem import SOURCE, reward_columns
 from grpo_ray.errors import ConfigError, RolloutError
 from grpo_ray.inference.arguments import group_seed, request_seed
 from grpo_ray.inference.conversation_sampler import ignore_ended
@@ -380,7 +380,8 @@ class FunctionSampler:
                 note_progress=on_result,
             )
             trajectories = self.check(self.function(list(assigned), policy), assigned)
-            conversations = [self.conversation(each) for each in trajectories]
+            sources = (row.get(SOURCE, "") for row in rows)
+            conversations = [self.conversation(*each) for each in zip(trajectories, sources, strict=True)]
         for row, conversation in enumerate(conversations):
             on_ended(row, conversation)
         while is_any_active(False):
@@ -429,12 +430,16 @@ class FunctionSampler:
             return f"columns has {sorted(trajectory.columns)}, and the first trajectory {sorted(first.columns)}"
         return None
 
-    def conversation(self, trajectory: Trajectory) -> Conversation:
-        """Convert a trajectory to the conversation that learner, rewards and records use."""
+    def conversation(self, trajectory: Trajectory, source: str = "") -> Conversation:
+        """Convert a trajectory to the conversation that learner, rewards and records use.
+
+        Args:
+            source: source of a mixture that its problem belongs to.
+        """
         own = [token for token, is_own in zip(trajectory.token_ids, trajectory.mask, strict=True) if is_own]
         messages = trajectory.messages or [self.template.parse(trajectory.prompt_ids, own).message]
         starts = zip([0, *trajectory.mask], trajectory.mask, strict=False)
-        rewards = self.config.rewards.functions
+        rewards = self.config.rewards_of(source)
         return Conversation(
             prompt_ids=trajectory.prompt_ids,
             token_ids=trajectory.token_ids,

@@ -65,9 +65,10 @@ class RequestClient:
         child, self._child = self._child, None
         if child is None:
             return None
+        child.process.kill()  # an exiting process keeps its exit code; one whose connection closes first would exit
+        code = child.process.wait()
         child.sock.close()
-        child.process.kill()  # an exiting process keeps its exit code
-        return child.process.wait()
+        return code
 
 
 def _exchange(sock: socket.socket, request: bytes, max_bytes: float) -> bytes | None:

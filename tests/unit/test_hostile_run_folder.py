@@ -102,6 +102,16 @@ def test_eval_runs_rewards_of_a_mixture_only_with_the_users_flag() -> None:
     assert "functions" not in given["rewards"] and from_mapping(given).heldout_score_of("b") == "correctness"
 
 
+def test_eval_takes_no_weaker_sandbox_for_programs_from_the_run_folder() -> None:
+    own = {"isolation": "none", "parallel": 5000, "memory_gib": 900, "cpu_seconds": 3.0}
+    sources: list[dict[str, Any]] = [{}, {"train": {"a": {"path": "x.jsonl"}}}]
+    for data in sources:
+        recorded = {"rewards": {"functions": ["code_tests"], "settings": {"code_tests": own}}, "data": data}
+        taken = evaluation_settings(recorded, data_is_given=False, trusts_tools=False, trusts_engine=False)
+        assert taken["rewards"]["settings"] == {"code_tests": {"cpu_seconds": 3.0}}
+    assert own["isolation"] == "none"  # the record itself stays
+
+
 def test_eval_on_named_sets_opens_no_source_of_a_recorded_mixture() -> None:
     recorded = mixture(heldout={"b": "y.jsonl"})
     recorded["data"]["train"] = {**MIXTURE, "b": {"path": "reference://x", "rewards": ["boxed_format"]}}

@@ -100,7 +100,10 @@ class Scorer:
             rewards = self._compute(rows, completions, logged)
             of_all = self.workers.gather(rewards.flatten()).view(-1, len(self.rewards))
             if completions.conversations is not None:  # no reward may penalize a failed environment
-                own = [each.is_unscorable(self.functions) for each in completions.conversations]
+                own = [
+                    each.is_unscorable(self.rewards_of(row.get(SOURCE, "")) if self.rewards_of else self.functions)
+                    for row, each in zip(rows, completions.conversations, strict=True)
+                ]
                 unscorable = [flag for flags in self.workers.gather_objects(own) for flag in flags]
                 of_all[torch.tensor(unscorable, device=of_all.device)] = torch.nan
             # Rewards are gathered by rank, and all workers have equally many.
@@ -187,7 +190,7 @@ class Scorer:
         )
         with torch.inference_mode():
             logits: torch.Tensor = reward.function(**inputs.to(self.workers.device)).logits
-        return logits[:, 0]
+        return logits[:, 0].float()
 
     def _column(self, reward: Reward, values: Sequence[float | None], rows: int) -> torch.Tensor:
         """Return the result of a reward function as a tensor, (B,) float32."""

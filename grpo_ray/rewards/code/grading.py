@@ -7,6 +7,7 @@ what is expected, so that no program can print, return or read its own verdict.
 
 import atexit
 import base64
+import hashlib
 import inspect
 import json
 import os
@@ -85,12 +86,13 @@ class CodeGrader:
             ),
         )
         self._threads = ThreadPoolExecutor(limits.parallel, thread_name_prefix="code-tests")
-        self._verdicts: OrderedDict[tuple[str, tuple[Test, ...]], Future[ProgramVerdict]] = OrderedDict()
+        self._verdicts: OrderedDict[bytes, Future[ProgramVerdict]] = OrderedDict()
         self._lock = threading.Lock()
 
     def submit(self, program: str, tests: tuple[Test, ...]) -> Future[ProgramVerdict]:
         """Start grading a program, or return the future of the same grading from the cache."""
-        key = program, tests
+        # A digest, so that the cache does not keep megabytes of tests alive.
+        key = hashlib.blake2b(repr((program, tests)).encode("utf-8", "surrogatepass"), digest_size=16).digest()
         with self._lock:
             future = self._verdicts.get(key)
             if future is None or (future.done() and future.exception() is not None):
@@ -131,6 +133,8 @@ class CodeGrader:
             part = tests[first : first + INPUTS_AT_ONCE]
             asked = [each.input for each in part]
             results, rest = self._run(episode, program, inputs=asked, max_timeouts=MAX_TIMEOUTS - timeouts)
+            if not results:  # the interpreter has reached its own limit, or the program has broken it
+                return passed, timeouts + 1
             for number, test in enumerate(part):
                 result = results.get(number, {"status": rest})
                 passed[first + number] = result.get("hash") == output_hash(test.output)
@@ -174,7 +178,7 @@ class CodeGrader:
         while waiting:
             part = waiting[:CALLS_AT_ONCE]
             results, rest = self._run(episode, program, calls=part, max_timeouts=MAX_TIMEOUTS - timeouts)
-            is_cut = rest == program_driver.CUT and bool(results)
+            is_cut = rest == program_driver.CUT and bool(results)  # each turn has a result, so that they end
             done = [number for number in range(len(part)) if number in results or not is_cut]
             for number in done:
                 result = results.get(number, {"status": rest or "crash"})
@@ -187,11 +191,15 @@ class CodeGrader:
         """Run the driver in a new interpreter; return its results by number, and the status of the others."""
         request = json.dumps({"program": program, "cpu_seconds": self.limits.cpu_seconds, **asked})
         output = episode.call("python", {"code": f"{_driver()}\nmain({request!r})\n"}).result()
-        return read_results(output.text or "")
+        return read_results(output.text or "", len(asked.get("inputs") or asked["calls"]))
 
 
-def read_results(text: str) -> tuple[dict[int, Any], str]:
-    """Read the lines of the driver, any of which may be forged or cut: what is no result is left out."""
+def read_results(text: str, asked: int) -> tuple[dict[int, Any], str]:
+    """Read the lines of the driver, any of which may be forged or cut: what is no result is left out.
+
+    Args:
+        asked: number of inputs or calls.
+    """
     results: dict[int, Any] = {}
     rest = ""
     for line in text.split(MARK)[1:]:
@@ -200,12 +208,16 @@ def read_results(text: str) -> tuple[dict[int, Any], str]:
             if "rest" in result:
                 rest = str(result["rest"])
                 continue
-            number = int(result["number"])
+            number = result["number"]
             if "packed" in result:
                 result = _unpack(result["packed"])
-        except (ValueError, TypeError, KeyError, AttributeError, zlib.error, RecursionError):
+            if "value" in result:  # values that cannot be read again are no results
+                values.decode(result["value"])
+                values.decode(result.get("args"))
+                json.dumps(result)
+        except Exception:  # a program can write any text there, and none of them may end the run
             continue
-        if isinstance(result, dict):
+        if isinstance(result, dict) and type(number) is int and 0 <= number < asked:
             results.setdefault(number, result)
     return results, rest
 

@@ -4,6 +4,7 @@
 knows what the tests expect, and the program can change everything here: what it gains is another wrong answer.
 """
 
+import atexit
 import base64
 import builtins
 import contextlib
@@ -15,7 +16,9 @@ import resource
 import select
 import signal
 import sys
+import threading
 import time
+import typing
 import zlib
 from collections.abc import Callable
 from functools import partial
@@ -87,8 +90,10 @@ def run_on_input(asked: dict[str, Any], text: str) -> dict[str, Any]:
         os.dup2(os.open("stdout", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), 1)
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         sys.stdin, sys.stdout = os.fdopen(0, "r", encoding="utf-8"), os.fdopen(1, "w", encoding="utf-8")
-        execute(asked["program"], "__main__")
-        sys.stdout.flush()
+        try:
+            execute(asked["program"], "__main__")
+        finally:  # as an interpreter does at its end
+            end_program()
 
     _, cpu, status = in_child(work, asked["cpu_seconds"])
     if status:
@@ -98,6 +103,15 @@ def run_on_input(asked: dict[str, Any], text: str) -> dict[str, Any]:
     if len(output) > OUTPUT_BYTES:
         return {"status": "output", "cpu": cpu}
     return {"hash": output_hash(output.decode("utf-8", "replace")), "cpu": cpu}
+
+
+def end_program() -> None:
+    """Wait for the threads of a program, call its exit functions, and write the rest of its output."""
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
 
 
 def output_hash(output: str) -> str:
@@ -147,7 +161,9 @@ def answer(namespace: dict[str, Any], call: dict[str, Any], pipe: int) -> None:
         function = find(namespace, call["path"])
         args, kwargs = decode(call["args"]), decode(call["kwargs"])
         value = function(*args, **kwargs)
-        result = {"value": encode(value), "args": encode(args)}
+        result = {"value": encode(value)}
+        if (left := encode(args)) != call["args"]:  # what the function has changed
+            result["args"] = left
     except BaseException as error:  # a program may raise anything
         result = {"error": type(error).__name__}
     data = json.dumps(result).encode()
@@ -169,6 +185,8 @@ def execute(program: str, name: str) -> dict[str, Any]:
     """Run a program as a module of this name, and return its namespace."""
     module = ModuleType(name)
     sys.modules[name] = module
+    # The starters of LeetCode's problems use names of `typing` without an import.
+    module.__dict__.update({each: getattr(typing, each) for each in typing.__all__})
     module.__dict__["__builtins__"] = builtins
     exec(compile(program, "<program>", "exec", dont_inherit=True), module.__dict__)
     return module.__dict__
@@ -199,7 +217,6 @@ def in_child(work: Callable[[int], None], cpu_seconds: float) -> tuple[bytes, fl
             code = 0
         except SystemExit as end:
             code = end.code if isinstance(end.code, int) else int(end.code is not None)
-            sys.stdout.flush()
         except BaseException:  # a program may raise anything, and the fork must not run on as its parent
             code = 1
         finally:
@@ -215,7 +232,11 @@ def in_child(work: Callable[[int], None], cpu_seconds: float) -> tuple[bytes, fl
     if status is None:
         return bytes(data), cpu_seconds, "stuck"
     cpu, code = usage.ru_utime + usage.ru_stime, os.waitstatus_to_exitcode(status)
-    if cpu >= cpu_seconds or code in (-signal.SIGPROF, -signal.SIGXCPU, -signal.SIGALRM):
+    if (
+        time.monotonic() >= end_of_time
+        or cpu >= cpu_seconds
+        or code in (-signal.SIGPROF, -signal.SIGXCPU, -signal.SIGALRM)
+    ):
         return bytes(data), cpu, "timeout"
     return bytes(data), cpu, "" if code == 0 else "crash" if code < 0 else "exit"
 

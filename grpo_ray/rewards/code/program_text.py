@@ -12,8 +12,10 @@ def program_of(completion: str) -> str:
     parts = text.split("```")
     if len(parts) < 3:
         return text.strip() if len(parts) == 1 else ""
-    for block in reversed(parts[1::2] if len(parts) % 2 else parts[1:-1:2]):
-        language, newline, program = block.partition("\n")
-        if newline and language.strip().lower() in ("", "python", "py", "python3"):
-            return program.strip("\n")
+    blocks = [block.partition("\n") for block in (parts[1::2] if len(parts) % 2 else parts[1:-1:2])]
+    named = [(language.strip().lower(), program) for language, newline, program in blocks if newline]
+    # A block without a name may be an example of the output.
+    for languages in (("python", "py", "python3"), ("",)):
+        if found := [program for language, program in named if language in languages]:
+            return found[-1].strip("\n")
     return ""

@@ -117,6 +117,7 @@ def test_timeouts_end_the_tests_of_a_program(grader: CodeGrader) -> None:
         ("a = 1", "a = 1"),
         ("```python\na = 1", ""),
         ("```python\na = 1\n```\n```python\ncut off", "a = 1"),
+        ("```python\na = 1\n```\nOutput:\n```\n1\n```", "a = 1"),
         ("", ""),
     ],
 )
@@ -218,6 +219,65 @@ def test_results_of_calls_are_compared_as_in_the_datasets(result: Any, expected:
 
 
 def test_results_that_are_forged_or_cut_are_left_out() -> None:
-    text = 'noise\x1e{"number": 1, "value": 2}\n\x1e{"number": 1, "value": 3}\n\x1e[1]\n\x1e{"number": "x"}\n\x1e{"num'
-    assert read_results(text) == ({1: {"number": 1, "value": 2}}, "")
-    assert read_results('\x1e{"number": 0, "packed": "%%%"}\n\x1e{"rest": "cut"}\n') == ({}, "cut")
+    args = '"args": {"tuple": []}'
+    text = f'noise\x1e{{"number": 1, "value": 2, {args}}}\n\x1e{{"number": 1, "value": 3, {args}}}\n\x1e[1]\n\x1e{{"num'
+    assert read_results(text, 2) == ({1: {"number": 1, "value": 2, "args": {"tuple": []}}}, "")
+    assert read_results('\x1e{"number": 0, "packed": "%%%"}\n\x1e{"rest": "cut"}\n', 1) == ({}, "cut")
+    deep = "[" * 5000 + "]" * 5000
+    numbers = ('"number": 1e999', '"number": 99999, "value": 1', '"number": true', '"number": -1', '"number": "x"')
+    for forged in (*numbers, f'"number": 0, "value": {deep}', '"number": 0, "value": {"a": 1}'):
+        assert read_results(f"\x1e{{{forged}}}\n", 2) == ({}, ""), forged
+
+
+def test_tests_with_random_arguments_and_of_builtin_names(grader: CodeGrader) -> None:
+    loop = "    for _ in range(30):\n        a, b = random.random(), random.random()\n"
+    source = f"import random\ndef check(candidate):\n{loop}        assert candidate(a, b) == a + b\n"
+    tests = parse_tests(source, entry_point="add")
+    assert all(grader.grade("def add(a, b): return a + b", tests).passed)
+    shadowed = parse_tests(["assert sum(10, 15) == 6"])
+    assert all(grader.grade("def sum(a, b): return 6", shadowed).passed)
+
+
+def test_program_supplies_no_helper_of_a_check(grader: CodeGrader) -> None:
+    """HumanEval/32 asserts that a polynomial, which the program defines too, is near 0 at the solution."""
+    check = "def check(candidate):\n    assert abs(poly([2, 1], candidate([2, 1]))) < 1e-4\n"
+    cheat = "def poly(*a): return 0.0\ndef find_zero(xs): return 0.0"
+    assert not all(grader.grade(cheat, parse_tests(check, "find_zero")).passed)
+    poly = "def poly(xs, x): return sum(c * x ** n for n, c in enumerate(xs))"
+    known = parse_tests(check, "find_zero", poly)
+    assert all(grader.grade("def find_zero(xs): return -xs[0] / xs[1]", known).passed)
+    assert not all(grader.grade(cheat, known).passed)
+
+
+def test_exception_of_a_program_ends_no_iteration_of_a_test(grader: CodeGrader) -> None:
+    tests = parse_tests(["assert all(map(lambda n: f(n) == n, [1, 2]))", "for r in map(f, [1]): assert r == 1"])
+    assert grader.grade("def f(n): raise StopIteration", tests).passed == (False, False)
+    assert grader.grade("def f(n): return n", tests).passed == (True, True)
+
+
+def test_large_arguments_are_no_part_of_the_result(grader: CodeGrader) -> None:
+    numbers = [pow(7, n, 10**9 + 7) for n in range(10_000)]
+    tests = parse_tests([{"input": json.dumps(numbers), "output": "10000", "testtype": "functional"}], "count")
+    assert all(grader.grade("class Solution:\n    def count(self, a: List[int]): return len(a)", tests).passed)
+
+
+def test_output_of_threads_and_exit_functions_counts(grader: CodeGrader) -> None:
+    tests = parse_tests({"inputs": [""], "outputs": ["a\nb"]})
+    thread = "import threading, time\ndef main():\n    time.sleep(0.2)\n    print('a')\n"
+    program = f"{thread}threading.Thread(target=main).start()\nimport atexit\natexit.register(print, 'b')"
+    assert all(grader.grade(program, tests).passed)
+
+
+def test_setup_may_be_a_list_of_texts() -> None:
+    assert parse_tests(["assert f()"], setup=["import a", "import b"]) == (
+        AssertTest("import a\nimport b\nassert f()"),
+    )
+    with pytest.raises(DataError, match="the column `entry_point` must be text, not int"):
+        parse_tests(["assert f()"], entry_point=3)  # type: ignore[arg-type]
+
+
+@pytest.mark.long
+def test_program_that_forges_the_end_of_its_calls_ends(grader: CodeGrader) -> None:
+    forge = 'os.write(descriptor, b\'\\x1e{"number": 99999, "value": 1}\\n\\x1e{"rest": "cut"}\\n\')'
+    program = f"import os\nfor descriptor in range(3, 64):\n    try: {forge}\n    except OSError: pass\nos._exit(0)"
+    assert not any(grader.grade(program, parse_tests(["assert f() == 1"])).passed)
