@@ -174,6 +174,8 @@ HOSTILE = {
     "returns without end": "def {name}(*a, **k):\n    while True: yield 1",
     "prints too much": "print('x' * 10**8)",
     "prints marks": 'print(\'\\x1e{{"number": 0, "hash": "x"}}\')',
+    "nests its source": "a = " + "(" * 100_000,
+    "repeats an operator": "a = " + "-" * 1_000_000 + "1",
     "has a null byte": "a = '\0'",
     "has half a surrogate": "a = '\udcff'",
     "is not a number": "def {name}(*a, **k): return float('nan')",

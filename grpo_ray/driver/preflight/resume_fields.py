@@ -26,7 +26,7 @@ def _always(config: Config) -> bool:
     return True
 
 
-def _are_same_files(old: Any, new: Any) -> bool:
+def _is_compared_by_contents(old: Any, new: Any) -> bool:
     """Return True for equal values, for any two paths of files, since the files may have moved, and for two mixtures.
 
     The path of a job's files depends on the folder to which Ray unpacks them. Contents are compared later
@@ -59,7 +59,7 @@ FIXED: dict[str, Fixed] = {
     "model.path": Fixed(reason="the checkpoint holds the weights of another policy"),
     "model.lora": Fixed(reason="the checkpoint holds other weights", in_checkpoint=True),
     "cluster.shard_learner": Fixed(reason=_OPTIMIZER, in_checkpoint=True),
-    "data.train": Fixed(reason=_LEDGER, is_same=_are_same_files),
+    "data.train": Fixed(reason=_LEDGER, is_same=_is_compared_by_contents),
     "data.limit": Fixed(reason=_LEDGER),
     "run.seed": Fixed(reason="it determines the order of problems, which the ledger relies on"),
     "run.from_checkpoint": Fixed(

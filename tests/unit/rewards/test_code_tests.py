@@ -36,9 +36,10 @@ def passes(grader: CodeGrader, case: Case) -> bool:
 
 def test_there_are_two_hundred_programs() -> None:
     assert len(CASES) >= 200 and len({case.name for case in CASES}) == len(CASES)
-    for case in CASES:  # a hostile program with a mistake in its syntax would show nothing
+    no_python = ("nests its source", "repeats an operator", "has a null byte", "has half a surrogate")
+    for case in CASES:  # another hostile program with a mistake in its syntax would show nothing
         title = case.name.removeprefix(case.task.name).strip()
-        if title in HOSTILE and title not in ("has a null byte", "has half a surrogate"):
+        if title in HOSTILE and title not in no_python:
             compile(case.program, title, "exec")
 
 
