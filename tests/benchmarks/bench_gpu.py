@@ -63,7 +63,7 @@ class Cell:
     peer_patterns: tuple[str, ...]
     """Pattern of each measured step of TRL."""
     seconds: dict[str, float]
-    """Expected time of each part on an H100, with its start."""
+    """Expected time of each part on an H100, with its start, of which vLLM's compilation takes about a minute."""
 
     @property
     def name(self) -> str:
@@ -73,19 +73,19 @@ class Cell:
 CELLS = [
     Cell(
         shape="1.5B", lengths="1k", groups=28, micro_batches=8, rounds=2, peer_patterns=tuple(SIGNAL),
-        seconds={"ours": 180, "trl": 150, "engine": 70, "learner": 60},
+        seconds={"ours": 240, "trl": 190, "engine": 110, "learner": 90},
     ),
     Cell(
         shape="0.5B", lengths="1k", groups=28, micro_batches=8, rounds=2, peer_patterns=tuple(SIGNAL),
-        seconds={"ours": 140, "trl": 110, "engine": 60, "learner": 45},
+        seconds={"ours": 200, "trl": 150, "engine": 100, "learner": 75},
     ),
     Cell(
         shape="1.5B", lengths="8k", groups=14, micro_batches=28, rounds=1, peer_patterns=("every",),
-        seconds={"ours": 330, "trl": 280, "engine": 120, "learner": 75},
+        seconds={"ours": 390, "trl": 320, "engine": 150, "learner": 105},
     ),
     Cell(
         shape="0.5B", lengths="8k", groups=14, micro_batches=28, rounds=1, peer_patterns=("every",),
-        seconds={"ours": 260, "trl": 210, "engine": 100, "learner": 60},
+        seconds={"ours": 320, "trl": 250, "engine": 130, "learner": 90},
     ),
 ]  # fmt: skip
 """Cells in the order of measuring. 28 completions of up to 1k tokens, or 4 of up to 8k, are read in a pass of TRL."""
