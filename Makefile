@@ -21,7 +21,7 @@ help:
 	@echo "make test-slow  run the slow tests that guard what has changed since the default branch, or since BASE=COMMIT"
 	@echo "make mutants    change a seeded sample of expressions, one at a time, and count those that a unit test catches"
 	@echo "make test-gpu   test on one GPU, under 25 minutes; DRY=1: tiny sizes, without a GPU"
-	@echo "make bench-gpu  compare with stock TRL on one GPU, under 20 minutes; DRY=1: tiny sizes, without a GPU"
+	@echo "make bench-gpu  compare with stock TRL on one GPU, under 25 minutes; DRY=1: tiny sizes, without a GPU"
 	@echo "make contract   check our source against the oldest and newest supported vLLM, TRL, transformers, accelerate and Ray"
 	@echo "make coverage   measure line and branch coverage of make test, including Ray workers"
 	@echo "make lint       run ruff and mypy"

@@ -22,8 +22,8 @@ def used_problems(outcome: dict[str, Any]) -> list[tuple[int, int, str]]:
 
 def test_killed_run_resumes_with_the_weights_of_its_checkpoint(machine: Any) -> None:
     whole = outcome_of(machine.train("whole", *STEPS))
-    # Killed as soon as a checkpoint is complete: writing one takes longer than several steps of this policy, and a worker
-    # that is killed meanwhile begins again at the checkpoint before.
+    # Killed as soon as a checkpoint is complete: writing one takes longer than several steps of this policy, and a
+    # worker that is killed meanwhile begins again at the checkpoint before.
     folder = machine.train("killed", *STEPS, faults=[Fault("kill-commit", step=2)])
     killed = outcome_of(folder)
     assert [event["step"] for event in events_of(folder, "began")] == [0, 2]

@@ -137,6 +137,7 @@ def test_order_names_every_package() -> None:
     assert tops == set(ORDER)
 
 
+@pytest.mark.long
 def test_imports_of_package_name_existing_modules() -> None:
     assert [str(each) for each in own_imports() if inner(each.target) not in MODULES] == []
 

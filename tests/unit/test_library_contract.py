@@ -394,6 +394,7 @@ def test_keywords_are_found_in_our_source(row: Keywords) -> None:
     assert keywords_of(ast.parse((ROOT / row.file).read_text(encoding="utf-8")), row)
 
 
+@pytest.mark.long
 def test_inherited_lists_all_that_we_override_or_set(installed_tree: SourceTree) -> None:
     found: dict[str, tuple[str, ...]] = {}
     for file in our_files(ROOT):

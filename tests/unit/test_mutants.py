@@ -103,6 +103,7 @@ def test_mutants_of_module_parse_and_differ(file: str) -> None:
     assert len({*trees, ast.dump(ast.parse(source))}) == len(trees) + 1 > 20
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("pattern", [pattern for patterns in PACKAGES.values() for pattern in patterns])
 def test_pattern_of_package_matches_modules_with_tests(pattern: str) -> None:
     files = [file for file in modules_of(pattern) if any(function_names(file))]
@@ -239,6 +240,7 @@ def test_try_mutant_equivalent_is_not_run(tests: ForkedTests, monkeypatch: pytes
     assert outcome_of(tests, mutant).outcome == "equivalent"
 
 
+@pytest.mark.long
 def test_select_again_takes_the_survivors(tmp_path: Path) -> None:
     source = (ROOT / "grpo_ray" / "storage" / "fencing.py").read_text(encoding="utf-8")
     first, second, *_ = mutants_of(source, "storage/fencing.py")

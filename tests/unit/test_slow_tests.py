@@ -48,6 +48,7 @@ def test_every_file_of_the_package_has_a_slow_test_or_a_reason() -> None:
     assert stale == [], "these have a slow test; remove them from UNGUARDED"
 
 
+@pytest.mark.long
 def test_tables_have_no_stale_entry() -> None:
     assert WHOLE_PROGRAMS.keys() <= set(slow_test_files())
     named = [*UNGUARDED, *(each for paths in WHOLE_PROGRAMS.values() for each in paths)]

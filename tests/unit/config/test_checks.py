@@ -158,6 +158,7 @@ def suggestion(message: str) -> tuple[str, int]:
     return found[1].removeprefix("grpo."), int(found[3])
 
 
+@pytest.mark.long
 @given(
     workers=st.integers(1, 8),
     prompts=st.integers(1, 20),

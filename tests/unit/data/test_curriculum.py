@@ -123,6 +123,7 @@ VERDICTS_BY_PROBLEM = st.dictionaries(st.integers(0, 5).map("{:016x}".format), V
 """Problems of one epoch with the verdicts on their completions."""
 
 
+@pytest.mark.long
 @given(epochs=st.lists(VERDICTS_BY_PROBLEM, min_size=1, max_size=4), per_step=st.integers(1, 3), data=st.data())
 @examples(40)
 def test_curriculum_any_run_matches_plain_reading(epochs: list[Any], per_step: int, data: st.DataObject) -> None:

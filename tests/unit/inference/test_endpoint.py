@@ -143,6 +143,7 @@ def test_result_does_not_depend_on_the_order_of_arrival(slow: Callable[[RolloutR
     assert fields_of(ours) == fields_of(expected) and engine.calls == other.calls
 
 
+@pytest.mark.long
 def test_no_more_programs_run_at_once_than_the_limit() -> None:
     active, most = [0], [0]
 
@@ -537,6 +538,7 @@ def test_program_that_has_given_up_on_a_request_gets_no_turn() -> None:
         run(program)
 
 
+@pytest.mark.long
 def test_client_that_sends_half_a_request_does_not_keep_the_endpoint_open() -> None:
     kept: list[socket.socket] = []
 

@@ -142,6 +142,7 @@ def test_number_of_passes_beyond_most_raises() -> None:
         number_of_passes([[90, 60, 50]], PassLimit(tokens=100), 2, 0)
 
 
+@pytest.mark.long
 @given(st.lists(LENGTHS, min_size=1, max_size=3), st.sampled_from(LAYOUTS), st.integers(0, 100))
 @quick
 def test_number_of_passes_is_cheapest_of_all(workers: list[list[int]], layout: Layout, pass_cost: int) -> None:

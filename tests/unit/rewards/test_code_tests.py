@@ -101,6 +101,7 @@ def test_test_that_exceeds_its_own_limit_is_not_passed(grader: CodeGrader) -> No
     assert grader.grade("def f(n): return 1", tests).passed == (False,)
 
 
+@pytest.mark.long
 def test_timeouts_end_the_tests_of_a_program(grader: CodeGrader) -> None:
     verdict = grader.grade("def f(n):\n    while n: pass", parse_tests([f"assert f({n}) is None" for n in range(20)]))
     assert verdict.passed == (True,) + (False,) * 19 and verdict.timeouts == 19

@@ -95,6 +95,7 @@ def test_json_format_reads_messages() -> None:
     assert rewards_of([{"role": "assistant", "content": "{}"}]) == [1.0]
 
 
+@pytest.mark.long
 def test_json_format_exponential_text_earns_nothing_and_the_next_is_read() -> None:
     hostile = '{"name": "' + "x" * 300 + '"}'
     assert rewards_of('{"name": "xxy"}', hostile, '{"name": "xxy"}', schema=SCHEMA) == [1.0, 0.0, 1.0]

@@ -4,6 +4,7 @@ import random
 from dataclasses import asdict, replace
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -378,6 +379,7 @@ def test_goodput_any_timeline_counts_no_second_twice(events: list[Event]) -> Non
     assert account(*(event for event in events for _ in range(2))) == goodput
 
 
+@pytest.mark.long
 @given(events=timelines(), shuffle=st.randoms(use_true_random=False))
 @settings(max_examples=300, deadline=None, derandomize=True)
 def test_goodput_disordered_times_are_never_negative(events: list[Event], shuffle: random.Random) -> None:

@@ -85,6 +85,7 @@ def test_reader_as_many_marks_as_allowed_are_read(reader: TurnReader) -> None:
     assert len(reader.read(text, GRAMMARS["qwen3_template"], "", None)["tool_calls"]) == MAX_MARKS
 
 
+@pytest.mark.long
 def test_reader_text_of_cubic_time_is_not_read_and_the_next_is(reader: TurnReader) -> None:
     with pytest.raises(UnreadTurnError, match="takes too long to read"):
         reader.read(HOSTILE_CALL, GRAMMARS["qwen3_5_template"], "", None)
@@ -113,6 +114,7 @@ def counted(starts: list[Child]) -> Iterator[TurnReader]:
     reader.close()
 
 
+@pytest.mark.long
 def test_reader_process_killed_by_another_costs_no_turn(counted: TurnReader, starts: list[Child]) -> None:
     grammar = GRAMMARS["qwen3_template"]
     for _ in range(2):
@@ -122,6 +124,7 @@ def test_reader_process_killed_by_another_costs_no_turn(counted: TurnReader, sta
     assert len(starts) == 2
 
 
+@pytest.mark.long
 def test_reader_text_beyond_its_time_is_not_tried_again(counted: TurnReader, starts: list[Child]) -> None:
     with pytest.raises(UnreadTurnError, match="takes too long to read"):
         counted.read(HOSTILE_CALL, GRAMMARS["qwen3_5_template"], "", None)

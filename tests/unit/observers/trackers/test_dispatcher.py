@@ -243,6 +243,7 @@ def test_dispatcher_finished_run_started_again_sends_the_rest(folder: RunFolder)
     assert rewards(store) == {1: 1.0, 2: 2.0} and store.summary
 
 
+@pytest.mark.long
 def test_dispatcher_broken_and_hanging_trackers_delay_nothing(folder: RunFolder) -> None:
     stores = {name: MemoryStore() for name in ("good", "broken", "hanging")}
     classes: dict[str, type[MemoryTracker]] = {

@@ -411,6 +411,7 @@ def test_page_eight_runs_are_small(tmp_path: Path) -> None:
     assert len(render(runs, NOW).encode()) < 1_000_000
 
 
+@pytest.mark.long
 def test_page_size_is_bounded_for_long_runs(tmp_path: Path) -> None:
     """Long series are thinned, and the extremes stay: a spike of one step is still drawn."""
     sizes = []

@@ -87,6 +87,7 @@ def test_pool_any_text_before_the_answer_passes(pool: VerifierPool, texts: list[
 # --- limits and killed processes
 
 
+@pytest.mark.long
 def test_pool_item_over_limit_is_counted_as_timeout(short_pool: VerifierPool) -> None:
     before = short_pool.counts.copy()
     verdicts = short_pool.grade([*RIGHT[:20], HANGING, *RIGHT[20:40]])
@@ -168,6 +169,7 @@ def test_supervisor_starved_worker_gets_up_to_four_limits(
     assert is_ended or worker.deadline == (pytest.approx(clock + 0.3) if clock >= 3.0 else 3.0)
 
 
+@pytest.mark.long
 def test_pool_workers_have_memory_limit_and_no_core_files() -> None:
     # Math-Verify alone needs gigabytes for this one. Its reward is 0.0 even if Math-Verify catches the MemoryError.
     exhausting = (r"\boxed{(i+1)^{123456789}}", "$5$")
@@ -343,6 +345,7 @@ def test_pool_workers_are_confined_and_grade(pool: VerifierPool) -> None:
     assert "Seccomp:\t0" in Path(f"/proc/{pool.pid}/status").read_text()  # the supervisor forks and kills workers
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not landlock_version(), reason="the system has no Landlock")
 def test_pool_confined_grades_with_packages_outside_the_prefix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Packages are outside of the prefix in the user's site, by `pip install --target` and in Ray's `py_modules`."""

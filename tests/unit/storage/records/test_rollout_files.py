@@ -448,6 +448,7 @@ def test_drop_rollouts_after_removes_files_of_later_steps(folder: RunFolder, rem
         assert steps(place) == []
 
 
+@pytest.mark.long
 @given(cuts=st.lists(st.integers(1, 11), unique=True).map(sorted), step=st.integers(0, 13))
 @examples(30)
 def test_drop_rollouts_after_any_step_keeps_the_steps_up_to_it(cuts: list[int], step: int) -> None:
