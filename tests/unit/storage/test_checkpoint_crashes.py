@@ -79,6 +79,7 @@ def check_recovery(state: State, is_remote: bool) -> None:
     explore(recover_twice)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("is_remote", [True, False], ids=["object store", "file system"])
 def test_upload_any_order_lost_reply_or_crash_keeps_complete_checkpoints(
     is_remote: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

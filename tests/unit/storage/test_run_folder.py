@@ -414,6 +414,7 @@ def test_metrics_merge_adds_to_row_of_step(begun: RunFolder) -> None:
     assert list(read_metrics(begun))[-1]["heldout/accuracy"] == 0.5
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("width", [1, 50, 5_000, 200_000])
 def test_metrics_random_changes_match_a_list(folder: RunFolder, width: int) -> None:
     # Rows smaller and larger than the blocks in which the file is read from its end.

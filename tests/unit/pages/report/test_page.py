@@ -188,6 +188,7 @@ def hostile_run(where: Path, text: str, name: str = "run") -> RunFolder:
     return write_run(where, name, config=config, metrics=metrics, events=events, groups=groups)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)
 def test_page_hostile_text_adds_no_element(tmp_path: Path, harmless_tags: list[str], text: str) -> None:
     html = render_folders(hostile_run(tmp_path, text))
@@ -387,6 +388,7 @@ def test_page_hostile_run_name_adds_no_element(tmp_path: Path) -> None:
         assert page.tags == expected, name
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("content", ["", "[]", "\0", "{", '{"a": [' * 5000, "null", "1e999", "- x\n" * 10, "\xff"])
 def test_page_unreadable_file_is_skipped(tmp_path: Path, content: str) -> None:
     folder = write_run(tmp_path)
