@@ -117,6 +117,21 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="N",
         help="verify about N solutions of each split, not all; write no list of problems to leave out",
     )
+    check.add_argument(
+        "--attack",
+        action="store_true",
+        help="then train a policy against the rewards for two minutes, and show the completions that pay most",
+    )
+    check.add_argument("--seconds", type=float, metavar="S", help="time of --attack's training, in place of 120")
+    check.add_argument(
+        "--forecast",
+        action="store_true",
+        help="then take some steps without learning, and estimate signal, hours and the smallest visible gain",
+    )
+    check.add_argument("--steps", type=int, metavar="N", help="steps of --forecast, in place of 4")
+    check.add_argument(
+        "--price", type=float, metavar="P", help="price of a GPU for an hour, for the cost of --forecast"
+    )
     check.add_argument("--json", metavar="FILE", help="also write the report to this file")
     check.add_argument("overrides", nargs="*", metavar=OVERRIDE)
     check.set_defaults(run=run_check, requires_file=True)
@@ -240,6 +255,7 @@ def run_chaos(arguments: argparse.Namespace) -> int:
 
 def run_check(arguments: argparse.Namespace) -> int:
     """Audit data, rewards and memory, and write the ids of unverifiable problems to the run folder."""
+    require_options_with_effect(arguments)
     config = loader.load_config(arguments.config, arguments.overrides)
     from grpo_ray.driver.preflight.audit import audit
     from grpo_ray.driver.preflight.checks import AUDIT_CHECKS, run_preflight
@@ -263,9 +279,47 @@ def run_check(arguments: argparse.Namespace) -> int:
             folder.write_json(report.unverifiable_ids, UNVERIFIABLE_FILE)
     if complete and (count := len(report.unverifiable_ids)):
         print(f"this run will leave out {count} problems: {folder.uri_of(UNVERIFIABLE_FILE)}")
+    described = report.to_dict()
+    if arguments.attack:
+        described["attack"] = run_attack(config, arguments.seconds)
+    if arguments.forecast:
+        described["forecast"] = run_forecast(config, arguments.steps, arguments.price)
     if arguments.json:
-        write_json(arguments.json, report.to_dict())
+        write_json(arguments.json, described)
     return 0
+
+
+def require_options_with_effect(arguments: argparse.Namespace) -> None:
+    """Raise ConfigError if an option of `check` has no effect or no possible value."""
+    for option, needed in (("seconds", "attack"), ("steps", "forecast"), ("price", "forecast")):
+        if getattr(arguments, option) is not None and not getattr(arguments, needed):
+            raise ConfigError(f"--{option} has an effect with --{needed} only; add --{needed}, or leave --{option} out")
+    if arguments.seconds is not None and not 1 <= arguments.seconds <= 86_400:
+        raise ConfigError(f"--seconds must be between 1 and 86400; got {arguments.seconds:g}")
+    if arguments.steps is not None and arguments.steps < 2:
+        raise ConfigError(f"--steps must be at least 2, since the first step is slower; got {arguments.steps}")
+    if arguments.price is not None and not 0 <= arguments.price < 1e9:
+        raise ConfigError(f"--price must be a number from 0 on; got {arguments.price:g}")
+
+
+def run_attack(config: Config, seconds: float | None) -> dict[str, Any]:
+    """Attack the rewards, print the result, and return it in JSON's types."""
+    from grpo_ray.driver.attack import SECONDS, attack
+    from grpo_ray.driver.tables import print_attack
+
+    result = attack(config, SECONDS if seconds is None else seconds)
+    print_attack(result)
+    return result.to_dict()
+
+
+def run_forecast(config: Config, steps: int | None, price: float | None) -> dict[str, Any]:
+    """Forecast the run, print the result, and return it in JSON's types."""
+    from grpo_ray.driver.forecast import STEPS, forecast
+    from grpo_ray.driver.tables import print_forecast
+
+    result = forecast(config, STEPS if steps is None else steps, price)
+    print_forecast(result, config)
+    return result.to_dict()
 
 
 def run_eval(arguments: argparse.Namespace) -> int:

@@ -30,7 +30,7 @@ from grpo_ray.evaluation.baseline import baseline_metrics, describe_baseline
 from grpo_ray.evaluation.evaluate import evaluate
 from grpo_ray.evaluation.metrics import EvaluationResult, recorded_measures
 from grpo_ray.evaluation.records import write_records
-from grpo_ray.observers.feed import RunFeed
+from grpo_ray.observers.feed import RunFeed, RunObserver
 from grpo_ray.observers.follower import RunFiles, RunFollower
 from grpo_ray.observers.terminal.progress import ProgressLine, build_progress
 from grpo_ray.resilience.chaos import Fault
@@ -61,8 +61,18 @@ def train(config: Config, progress: ProgressLine | None = None, faults: Sequence
         return run.finish()
 
 
-def prepare(config: Config, progress: ProgressLine | None = None, faults: Sequence[Fault] = ()) -> "PreparedRun":
+def prepare(
+    config: Config,
+    progress: ProgressLine | None = None,
+    faults: Sequence[Fault] = (),
+    observers: Sequence[RunObserver] = (),
+) -> "PreparedRun":
     """Check the run, index its datasets, and find its resume point.
+
+    Args:
+        progress: display of the run; None: a new one on standard output.
+        faults: faults injected on purpose (`chaos.py`).
+        observers: further observers of the run.
 
     Raises:
         GrpoRayError: mostly ConfigError or DataError; no worker was started.
@@ -82,7 +92,7 @@ def prepare(config: Config, progress: ProgressLine | None = None, faults: Sequen
         policy = prepare_policy(context, resume)
         plan = TrainerPlan(context, indexes, policy, resume, start_coordinator(), faults)
         # The progress line stays open, and the lease is kept, until the run is closed.
-        return PreparedRun(plan, launched_at, lease, stack.pop_all())
+        return PreparedRun(plan, launched_at, lease, stack.pop_all(), observers)
 
 
 class PreparedRun:
@@ -95,10 +105,19 @@ class PreparedRun:
         launched_at: start of this launch, seconds since 1970.
         lease: lease of the run folder.
         resources: closed together with the run.
+        observers: further observers of the run.
     """
 
-    def __init__(self, plan: TrainerPlan, launched_at: float, lease: RunLease, resources: ExitStack):
+    def __init__(
+        self,
+        plan: TrainerPlan,
+        launched_at: float,
+        lease: RunLease,
+        resources: ExitStack,
+        observers: Sequence[RunObserver] = (),
+    ):
         self.plan, self.launched_at, self.lease, self._resources = plan, launched_at, lease, resources
+        self._observers = observers
         self.config, self.folder, self.progress = plan.context.config, plan.context.folder, plan.context.progress
         self._follower: RunFollower | None = None
         self._has_trained = False
@@ -162,7 +181,7 @@ class PreparedRun:
             publish=lambda entry: self.feed.event(entry),
             request_stop=self._stop_signals.request_stop,
         )
-        feed = RunFeed([self._files, self.progress, *optional])
+        feed = RunFeed([self._files, self.progress, *self._observers, *optional])
         self._resources.callback(feed.close)
         return feed
 
@@ -179,6 +198,10 @@ class PreparedRun:
     def trainer(self) -> PreemptibleTrainer:
         """Build the trainer of this run."""
         return self.plan.build(self._stop_signals.install)
+
+    def request_stop(self) -> None:
+        """Ask the workers to finish the current step, save it and end; from any thread."""
+        self.plan.coordinator.request_stop.remote()
 
     def fit(self, trainer: TorchTrainer) -> ray.train.Result:
         """Run `trainer.fit()` while showing progress and writing `metrics.jsonl` and `events.jsonl`.

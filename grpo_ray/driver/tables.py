@@ -15,15 +15,19 @@ from rich.table import Table
 from rich.text import Text
 
 from grpo_ray.config.heldout_keys import heldout_label, split_name, training_name
+from grpo_ray.config.schema import Config
 from grpo_ray.data.stream import describe_heldout_part
 from grpo_ray.driver.summary import RunSummary, phase_breakdown
 from grpo_ray.models.memory import GIB, GPU_CARDS, CardMemory
-from grpo_ray.observers.terminal.live_view import ASCII, MAX_WIDTH, UNICODE
+from grpo_ray.observers.terminal.live_view import ASCII, MAX_WIDTH, UNICODE, duration
 from grpo_ray.resilience.chaos import FAULT_KINDS, FaultOutcome
 from grpo_ray.telemetry.goodput import goodput_rows
 from grpo_ray.telemetry.measures import ACCURACY_MEASURES, recorded_measure
+from grpo_ray.text.display import one_line
 
 if TYPE_CHECKING:  # these modules import libraries that not every command needs
+    from grpo_ray.driver.attack import AttackReport
+    from grpo_ray.driver.forecast import Forecast
     from grpo_ray.driver.preflight.audit import AuditReport, SplitReport
     from grpo_ray.evaluation.metrics import EvaluationResult
     from grpo_ray.rewards.solution_check import Coverage
@@ -32,6 +36,8 @@ EXAMPLES = 5
 """Rows of each kind of finding that are printed; the JSON report has all of them."""
 TOPICS = 20
 """Kinds or topics that are printed."""
+EXCERPT = 300
+"""Characters of a text that are printed."""
 PLAIN_WIDTH = 160
 """Characters per line where the output is not a terminal."""
 
@@ -166,6 +172,70 @@ def print_audit(report: "AuditReport") -> None:
         for notice in report.tools.notices:
             console.print(escape(notice), highlight=False)
     show_memory(report.memory, show)
+
+
+def print_attack(report: "AttackReport") -> None:
+    """Print what an attack found: probes that pay, the change of the rewards, and the completions that paid most."""
+    console = _wide_console()
+    for probes in report.probes:
+        table = Table("", "reward", "")
+        for probe in probes.honest:
+            table.add_row(escape(probe.name), _decimal(probe.reward), "")
+        for probe in (*probes.holes, *probes.others)[: max(EXAMPLES, len(probes.holes))]:
+            table.add_row(escape(probe.name), _decimal(probe.reward), "pays" if probe in probes.holes else "")
+        of_source = f" ({probes.source})" if probes.source else ""
+        title = f"completions without merit{of_source}: mean reward over {probes.problems} problems, best paid first"
+        console.print(escape(title), table, sep="\n", highlight=False)
+    table = Table(f"{report.policy}, {report.steps} steps", "first steps", "last steps")
+    for name, value in report.first.items():
+        table.add_row(name, f"{value:.3f}", _decimal(report.last.get(name)))
+    console.print("a policy trained against the rewards", table, sep="\n", highlight=False)
+    table = Table("reward", "step", "prompt", "completion", show_lines=True)
+    for each in report.completions:
+        table.add_row(
+            f"{each.reward:.3f}", str(each.step), *(escape(_excerpt(t)) for t in (each.prompt, each.completion))
+        )
+    console.print("what paid most in its last steps", table, sep="\n", highlight=False)
+    print(f"{_command_name()} report {shlex.quote(report.folder)} shows the whole attack")
+
+
+def print_forecast(result: "Forecast", config: Config) -> None:
+    """Print a forecast, one line per value.
+
+    Args:
+        config: config of the run.
+    """
+    grpo = config.grpo
+    table = Table(f"{result.steps} steps without learning", "")
+    rows = [
+        ("groups with signal", f"{result.signal} of {result.groups}"),
+        ("reward", f"{result.reward:.3f}"),
+        ("completions", f"{result.length:.0f} tokens, {result.truncated_share:.1%} truncated"),
+        ("start-up", duration(result.startup_seconds, decimals=True)),
+        ("step", f"{result.step_seconds:.2f} s"),
+        ("checkpoint and measurement", f"{result.saving_seconds:.1f} s, every {grpo.save_steps} steps"),
+        (
+            f"all {grpo.max_steps} steps",
+            f"{duration(3600 * result.hours)}, as long as completions keep their length",
+        ),
+    ]
+    if result.gpu_hours:
+        cost = "" if result.cost is None else f", {result.cost:.2f} at the price given"
+        rows.append(("GPU hours", f"{result.gpu_hours:.1f}{cost}"))
+    for key, measure in result.baseline.items():
+        gain = f"{measure}; a gain below {result.smallest_gain[key]:.3f} may be chance"
+        rows.append((split_name(key), gain))
+    for row in rows:
+        table.add_row(*map(escape, row))
+    console = _wide_console()
+    console.print("forecast", table, sep="\n", highlight=False)
+
+
+def _excerpt(text: str) -> str:
+    """Return a text in one line of bounded length; the middle of a longer one is left out."""
+    line = one_line(text)
+    half = EXCERPT // 2
+    return line if len(line) <= EXCERPT else f"{line[:half]} … {line[-half:]}"
 
 
 def _split_rows(report: "AuditReport") -> list[list[object]]:

@@ -204,7 +204,7 @@ def score_completions(
         `is_share` (True if they are between 0 and 1), `truncated` (k,), `lengths` (k,) in tokens, `texts` (k,) of
         bounded size or None, and `seconds`; in a run with tools also `conversations`, (k,) records as JSON or None.
     """
-    k = len(answers) // max(1, len(problems))
+    k = max(1, len(answers) // max(1, len(problems)))  # a worker may have no problem of a small set
     rewards = [each.reward for each in answers]
     scores = score([problem for problem in problems for _ in range(k)], answers)
     seconds = time.perf_counter() - started

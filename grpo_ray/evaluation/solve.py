@@ -11,7 +11,7 @@ from grpo_ray.evaluation.scores import Answer, heldout_scores
 from grpo_ray.inference.arguments import request_seed
 from grpo_ray.inference.sampling import Completion, heldout_sampling
 from grpo_ray.models.plain_prompts import uses_plain_prompts
-from grpo_ray.models.tokenizer import tokenize_prompts
+from grpo_ray.models.tokenizer import decode_texts, tokenize_prompts
 from grpo_ray.rewards.completions import completion_text, transcript
 from grpo_ray.storage.records.heldout_files import heldout_text_bytes
 from grpo_ray.tools.conversation_record import record_conversation
@@ -70,7 +70,7 @@ def solve_problems(
             ],
         )
         ids = [each.token_ids for each in completions]
-        texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
+        texts = decode_texts(tokenizer, ids)
         messages: list[Any] = [[] for _ in ids]
         if score.reads_messages and uses_plain_prompts(tokenizer):
             messages = texts

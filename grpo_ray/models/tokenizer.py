@@ -58,6 +58,17 @@ def tokenize_prompts(
     ]
 
 
+def decode_texts(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[Sequence[int]]) -> list[str]:
+    """Return the text of each completion, (B,), without special tokens.
+
+    For no completions transformers' `batch_decode` returns one empty text, as if there were one without tokens.
+
+    Args:
+        token_ids: (B,) token ids; none on a worker that has no problem of a small held-out set.
+    """
+    return tokenizer.batch_decode(list(token_ids), skip_special_tokens=True) if token_ids else []
+
+
 def token_texts(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> list[str]:
     """Return the text of each token, "" for special tokens; joined, they are the text of all tokens.
 
@@ -65,8 +76,7 @@ def token_texts(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) ->
     tokenizer that is written in Python, each token is decoded alone, and such parts become replacement characters.
     """
     if not getattr(tokenizer, "is_fast", False):
-        alone: list[str] = tokenizer.batch_decode([[token] for token in token_ids], skip_special_tokens=True)
-        return alone
+        return decode_texts(tokenizer, [[token] for token in token_ids])
     core, stream = tokenizer.backend_tokenizer, DecodeStream(skip_special_tokens=True)
     texts = []
     for token in token_ids:

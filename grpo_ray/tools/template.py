@@ -332,5 +332,6 @@ def assistant_messages(
             parse_response(tokenizer, list(own), prefix=list(prompt), tools=None)
             for own, prompt in zip(completions, prompts, strict=True)
         ]
-    texts = tokenizer.batch_decode(list(completions), skip_special_tokens=True)
-    return [{"role": "assistant", "content": text} for text in texts]
+    from grpo_ray.models.tokenizer import decode_texts
+
+    return [{"role": "assistant", "content": text} for text in decode_texts(tokenizer, completions)]

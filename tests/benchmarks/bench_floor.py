@@ -85,7 +85,10 @@ def generate(engine: Any, prompts: list[list[int]], lengths: list[int]) -> list[
 
     kind = RequestOutputKind.FINAL_ONLY
     for number, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
-        sampling = SamplingParams(max_tokens=length, ignore_eos=True, logprobs=0, output_kind=kind)
+        sampling = SamplingParams(
+            # What a run needs and no more: it reads tokens, and log-probabilities as one list of numbers.
+            max_tokens=length, ignore_eos=True, logprobs=0, output_kind=kind, detokenize=False, flat_logprobs=True,
+        )  # fmt: skip
         engine.llm_engine.add_request(str(number), {"prompt_token_ids": prompt}, sampling)
     finished = {}
     while engine.llm_engine.has_unfinished_requests():

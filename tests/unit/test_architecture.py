@@ -59,6 +59,7 @@ AT_IMPORT = {
     },
     "ray": {
         "data.split",
+        "driver.attack",
         "driver.cluster.connection",
         "driver.run",
         "driver.trainer",

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import chain, islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -51,6 +51,8 @@ from grpo_ray.tools.definitions import measuring_arguments
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+T = TypeVar("T")
 
 PROBLEMS_PER_TASK = 1_000
 """Problems verified by one task: some seconds of work, since a verifier process takes a second to start."""
@@ -434,7 +436,7 @@ def _verify_slices(slices: Sequence[ShardSlice], rewards: RewardsConfig) -> list
 def _dry_run_rewards(
     config: Config, first_problems: Mapping[str, Sequence[Problem]], tokenizer: "PreTrainedTokenizerBase"
 ) -> tuple[DryRun, ...]:
-    """Run every reward in a Ray task, which has the Python path of a worker and may crash without ending the driver.
+    """Run every reward once.
 
     Args:
         first_problems: the first problems of each source; a reward is tried on those of the first source that it
@@ -443,22 +445,32 @@ def _dry_run_rewards(
     Raises:
         RewardError: a reward cannot be loaded, or fails.
     """
-    import ray
-
-    task = ray.remote(num_cpus=0, max_retries=0)(dry_run_reward)
     rewards, runs = config.rewards, []
     for index, name in enumerate(rewards.functions):
         applicable = (each for source, each in first_problems.items() if name in config.rewards_of(source))
         if not (problems := next(applicable, ())):
             continue
-        try:
-            runs.append(ray.get(task.remote(rewards, index, problems, tokenizer)))
-        except (ray.exceptions.RayTaskError, ray.exceptions.WorkerCrashedError) as error:
-            cause = getattr(error, "cause", None) or error
-            if isinstance(cause, RewardError):
-                raise RewardError(str(cause)) from None
-            reason = (str(cause).strip().splitlines() or ["no message"])[0]
-            raise RewardError(
-                f"reward {name!r} fails on the first problems: {type(cause).__name__}: {reason}"
-            ) from None
+        failure = f"reward {name!r} fails on the first problems"
+        runs.append(call_rewards(dry_run_reward, rewards, index, problems, tokenizer, failure=failure))
     return tuple(runs)
+
+
+def call_rewards(function: Callable[..., T], *arguments: Any, failure: str) -> T:
+    """Call a function that calls rewards, in a Ray task: it has a worker's Python path, and a crash ends no driver.
+
+    Args:
+        failure: beginning of the message if it raises, such as "reward 'x' fails on the first problems".
+
+    Raises:
+        RewardError: the function has raised, or its process died.
+    """
+    import ray
+
+    try:
+        return ray.get(ray.remote(num_cpus=0, max_retries=0)(function).remote(*arguments))
+    except (ray.exceptions.RayTaskError, ray.exceptions.WorkerCrashedError) as error:
+        cause = getattr(error, "cause", None) or error
+        if isinstance(cause, RewardError):
+            raise RewardError(str(cause)) from None
+        reason = (str(cause).strip().splitlines() or ["no message"])[0]
+        raise RewardError(f"{failure}: {type(cause).__name__}: {reason}") from None

@@ -12,6 +12,8 @@ from grpo_ray.evaluation.records import make_records
 from grpo_ray.evaluation.solve import solve_problems
 from grpo_ray.inference.arguments import request_seed
 from grpo_ray.inference.sampling import Completion
+from grpo_ray.models.embedded_policy import embedded_policy
+from grpo_ray.models.tokenizer import load_tokenizer
 from grpo_ray.storage.records.conversation_columns import MessageRecord
 from grpo_ray.tools.turn_loop import Conversation
 
@@ -78,6 +80,14 @@ def test_solve_problems_samples_each_with_its_own_seed(samples: int) -> None:
     assert columns["scores"] == [[1.0, 0.0][:samples]] * 2
     assert columns["truncated"] == [[False, True][:samples]] * 2 and columns["lengths"] == [[1] * samples] * 2
     assert columns["texts"][0] is None and columns["texts"][1][0] == "The answer is $\\boxed{4}$."
+
+
+@pytest.mark.parametrize("score", ["correctness", "reward"])
+def test_solve_problems_none_of_a_small_set_are_no_rows(score: str) -> None:
+    config = from_mapping({"heldout": {"score": score}, "rewards": {"functions": ["boxed_format"]}})
+    # The real tokenizer: for no completions transformers returns one text.
+    columns = solve_problems([], config, load_tokenizer(str(embedded_policy())), lambda prompts, sampling: [], set())
+    assert set(map(len, columns.values())) == {0}
 
 
 def converse(rows: list[dict[str, Any]], sampling: dict[str, Any]) -> list[Conversation]:

@@ -8,8 +8,17 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from grpo_ray.models.tokenizer import overlong_lengths, token_texts, tokenize_prompts, tokenizer_digest
+from grpo_ray.models.embedded_policy import embedded_policy
+from grpo_ray.models.tokenizer import (
+    decode_texts,
+    load_tokenizer,
+    overlong_lengths,
+    token_texts,
+    tokenize_prompts,
+    tokenizer_digest,
+)
 from grpo_ray.models.warm_up import build_tokenizer
+from grpo_ray.tools.template import assistant_messages
 
 TEMPLATE = "{{ prefix }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
 
@@ -103,3 +112,11 @@ def test_token_texts_python_tokenizer_decodes_each_alone() -> None:
             return [f"<{token}>" for (token,) in ids]
 
     assert token_texts(PythonTokenizer(), [3, 4]) == ["<3>", "<4>"]
+
+
+@pytest.mark.parametrize("name", ["tiny-arithmetic", "tiny-tools"])  # plain text, and a grammar of turns
+def test_no_completions_have_no_texts_and_no_messages(name: str) -> None:
+    tokenizer = load_tokenizer(str(embedded_policy(name)))
+    assert decode_texts(tokenizer, []) == [] == assistant_messages(tokenizer, [], [])
+    ids = tokenizer(["1 + 2"])["input_ids"]
+    assert decode_texts(tokenizer, ids) == ["1 + 2"] == tokenizer.batch_decode(ids, skip_special_tokens=True)
