@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,19 +63,30 @@ def measure(folder: Path, steps: int, trackers: str, overrides: Sequence[str]) -
         if trackers:
             command += [f"run.trackers=[{trackers}]"]
             command += [f"run.notify={stack.enter_context(webhook()).address}"]
-            driver = stack.enter_context(Terminal(command, 100, 30, env=environment)).process
+            terminal = stack.enter_context(Terminal(command, 100, 30, env=environment))
+            driver = terminal.process
         else:
             output = stack.enter_context((folder / "output").open("w"))
             driver = subprocess.Popen([*command, "run.trackers=[]"], stdout=output, stderr=output, env=environment)
         metrics = folder / "run" / "metrics.jsonl"
         followers = [psutil.Process(driver.pid)]
+
+        def wait_for_run(condition: Callable[[], bool], failure: str) -> None:
+            def holds() -> bool:
+                if not (found := condition()) and driver.poll() is not None:
+                    printed = (folder / "output").read_text() if not trackers else terminal.text
+                    raise SystemExit(f"the run has ended with status {driver.returncode}, {failure}:\n{printed}")
+                return found
+
+            wait_for(holds, lambda: failure)
+
         if trackers:  # while the workers start, so that the page has started before the steps that count
-            wait_for((folder / "run" / "config.yaml").exists, lambda: "the run wrote no config")
+            wait_for_run((folder / "run" / "config.yaml").exists, "it wrote no config")
             followers.append(psutil.Process(stack.enter_context(page_of(folder / "run"))))
-        wait_for(lambda: count_rows(metrics) >= FIRST, lambda: "the run took no step")
+        wait_for_run(lambda: count_rows(metrics) >= FIRST, "it took no step")
         before = processor_seconds(followers)
         first = count_rows(metrics)
-        wait_for(lambda: count_rows(metrics) >= steps - 1, lambda: "the run took no further step")
+        wait_for_run(lambda: count_rows(metrics) >= steps - 1, "it took no further step")
         spent = processor_seconds(followers) - before
         taken = count_rows(metrics) - first
         assert driver.wait(600) == 0

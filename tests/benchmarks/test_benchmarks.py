@@ -17,6 +17,7 @@ import pytest
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
+HELPERS = ROOT / "tests" / "helpers"
 SCRIPTS = sorted(
     path.name
     for path in HERE.glob("*.py")
@@ -37,7 +38,9 @@ def run(script: str, *arguments: object, environment: Mapping[str, str] | None =
 
 def output_of(*arguments: str, environment: Mapping[str, str] | None = None) -> str:
     """Run Python with the arguments; return its output."""
-    inherited = os.environ | {"RAY_ADDRESS": "local"}
+    # The folder of the rewards of the tests, which the fixture `cluster` adds only where another test has asked for it.
+    paths = os.pathsep.join(filter(None, [str(HELPERS), os.environ.get("PYTHONPATH")]))
+    inherited = os.environ | {"RAY_ADDRESS": "local", "PYTHONPATH": paths}
     done = subprocess.run(
         [sys.executable, *arguments],
         cwd=ROOT,
@@ -350,11 +353,12 @@ def test_planted_faults_catches_a_fault(tmp_path: Path) -> None:
 
 def test_mutants_counts_those_that_are_caught(tmp_path: Path) -> None:
     file = tmp_path / "results.json"
-    text = run("mutants.py", "--only", "rewards/length.py", "--sample", 1, "--json", file)
+    # A module with one quick test file; those of most others take minutes.
+    text = run("mutants.py", "--only", "text/truncation.py", "--sample", 1, "--json", file)
     results = json.loads(file.read_text())
     assert [result["outcome"] for result in results] == ["caught"]
-    assert all(result["detail"].startswith("tests/unit/rewards/test_length.py::") for result in results)
-    assert "rewards/length.py: 1 of 1 caught (100%), 0 equivalent" in text
+    assert all(result["detail"].startswith("tests/unit/text/test_truncation.py::") for result in results)
+    assert "text/truncation.py: 1 of 1 caught (100%), 0 equivalent" in text
 
 
 # On a GPU, in tiny sizes on the CPU
