@@ -64,16 +64,25 @@ class FileShard:
             where = f"{self.path}, row {number}"
             if self.columns:
                 row = _rename(row, self.columns, where)
-            problem = parse_problem(
-                row,
-                where=where,
-                system_prompt=self.system_prompt,
-                needs_solution=self.needs_solution,
-                columns_decide=self.columns_decide,
-            )
-            if self.has_tests:
-                _check_tests(problem)
+            try:
+                problem = parse_problem(
+                    row,
+                    where=where,
+                    system_prompt=self.system_prompt,
+                    needs_solution=self.needs_solution,
+                    columns_decide=self.columns_decide,
+                )
+                if self.has_tests:
+                    _check_tests(problem)
+            except DataError as error:
+                raise DataError(f"{error}{_renamed_columns(str(error), self.columns)}") from None
             yield problem
+
+
+def _renamed_columns(message: str, columns: Mapping[str, str]) -> str:
+    """Return, for a message with our names of columns, the file's names of those that are renamed, in brackets."""
+    named = [f"'{ours}' is its column '{theirs}'" for ours, theirs in columns.items() if f"'{ours}'" in message]
+    return f" ({', '.join(named)})" if named else ""
 
 
 def _check_tests(problem: Problem) -> None:

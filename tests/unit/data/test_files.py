@@ -281,6 +281,19 @@ def test_file_shard_missing_mapped_column_names_the_others(tmp_path: Path) -> No
     )
 
 
+def test_file_shard_refused_value_names_the_files_column(tmp_path: Path) -> None:
+    columns = {"prompt": "question", "solution": "answer"}
+    path = write_jsonl(tmp_path / "a.jsonl", [{"question": "q", "answer": "5"}, {"question": None, "answer": "5"}])
+    assert refusal(path, columns=columns) == (
+        f"{path}, row 2: 'prompt' must be text or a list of chat messages, not NoneType ('prompt' is its column "
+        "'question')"
+    )
+    path = write_jsonl(tmp_path / "b.jsonl", [{"prompt": "q", "answer": " "}])
+    assert refusal(path, columns={"solution": "answer"}).endswith(
+        "row 1: 'solution' is empty ('solution' is its column 'answer')"
+    )
+
+
 def test_file_shard_system_prompt_is_added_to_every_problem(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "q", "solution": "5"}] * 2)
     for problem in read(path, system_prompt="Be brief."):
