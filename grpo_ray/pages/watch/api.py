@@ -88,6 +88,7 @@ def answer_state(view: View) -> dict[str, Any]:
         "max_steps": max_steps(snapshot.run),
         "groups": len(rollouts),
         "samples": int(rollouts.has_texts.sum()),
+        "sources": rollouts.sources(),
         "last_group_step": int(rollouts.step.max()) if len(rollouts) else None,
         "heldout": [each.describe() for each in snapshot.heldout],
     }
@@ -107,6 +108,7 @@ def answer_groups(snapshot: Snapshot, given: Parameters) -> dict[str, Any]:
         first_step=given.whole("first") or 0,
         last_step=until if last is None else min(last, until),
         problem=given.text("problem"),
+        source=given.text("source"),
         outcome=given.choice("outcome", get_args(Outcome)),
         min_reward=given.number("low", -math.inf),
         max_reward=given.number("high", math.inf),

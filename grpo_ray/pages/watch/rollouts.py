@@ -28,6 +28,7 @@ SEARCH_SECONDS = 1.0
 MAX_TEXT_CHARS = 8192
 """Most characters of a text; files of runs have at most half as many."""
 MAX_ID_CHARS = 64
+MAX_SOURCES = 100
 PROMPT_CHARS = 120
 """Characters of a prompt in a list."""
 EXCERPT_CHARS = 160
@@ -48,6 +49,8 @@ class GroupQuery:
     last_step: int | None = None
     problem: str = ""
     """Beginning of the problem's id."""
+    source: str = ""
+    """Source of a mixture; "" for all."""
     outcome: Outcome = "any"
     """Groups with correct and wrong completions, with correct ones only, with none, or all groups."""
     min_reward: float = -math.inf
@@ -112,6 +115,8 @@ class RolloutIndex:
             fits = pc.starts_with(self._lower_ids, query.problem.lower()).to_numpy(zero_copy_only=False)
             # The last value is that of the groups without a problem, whose position is -1.
             chosen &= np.append(fits.astype(bool), False)[self.problem]
+        if query.source:
+            chosen &= pc.equal(self.groups["source"], query.source).fill_null(False).to_numpy()
         if query.outcome != "any":
             chosen &= self.known > 0
             is_all, is_none = self.right == self.known, self.right == 0
@@ -134,7 +139,7 @@ class RolloutIndex:
         records = self.groups.take(np.asarray(rows, dtype=np.int64)).to_pylist()
         described = []
         for row, record in zip(rows, records, strict=True):
-            record["problem"] = safe_text(record["problem"] or "", MAX_ID_CHARS)
+            record |= {name: safe_text(record[name] or "", MAX_ID_CHARS) for name in ("problem", "source")}
             for name in ("rewards", "correct", "lengths", "truncated"):
                 record[name] = [_number(value) for value in (record[name] or [])[:MAX_COMPLETIONS]]
             record |= {"reward": _number(self.reward[row]), "has_texts": bool(self.has_texts[row])}
@@ -205,6 +210,11 @@ class RolloutIndex:
                     excerpts[row] = excerpt
                     break
         return excerpts
+
+    def sources(self) -> list[str]:
+        """Return the names of the sources of a mixture, sorted; none for a single dataset."""
+        found = self.groups["source"].unique().to_pylist()
+        return sorted(safe_text(name, MAX_ID_CHARS) for name in found if name)[:MAX_SOURCES]
 
     def find(self, step: int, epoch: int, problem: str) -> int | None:
         """Return the row of a group; None if there is none."""

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 CONVERSATION_COLUMNS = (*COLUMNS, "result_tokens")
 """Columns that only files of runs with tools or environments have."""
+DEFAULTS = dict.fromkeys(CONVERSATION_COLUMNS) | {"source": ""}
+"""Columns that a file may lack -> their value then."""
 SORT_KEYS = [("step", "ascending"), ("epoch", "ascending"), ("problem", "ascending")]
 
 
@@ -42,6 +44,7 @@ def groups_table(
         "step": pa.int64(),
         "epoch": pa.int64(),
         "problem": pa.string(),
+        "source": pa.string(),
         "rewards": pa.list_(pa.float32()),
         "correct": pa.list_(pa.float32()),
         "lengths": pa.list_(pa.int32()),
@@ -110,6 +113,14 @@ def _offsets(lengths: "Iterable[int]") -> NDArray[np.int32]:
 def _joined(parts: Iterable[Any], kind: type[np.generic]) -> NDArray[Any]:
     """Concatenate buffers of numbers; empty without parts."""
     return np.concatenate([np.empty(0, kind), *(np.frombuffer(part, kind) for part in parts)])
+
+
+def drop_empty_source(table: "pa.Table") -> "pa.Table":
+    """Drop the column `source` of a run with a single dataset."""
+    import pyarrow.compute as pc
+
+    has_source = pc.any(pc.not_equal(table["source"], "")).as_py()
+    return table if has_source else table.drop_columns(["source"])
 
 
 def drop_empty_conversations(table: "pa.Table") -> "pa.Table":

@@ -23,7 +23,7 @@ class GroupRecord:
     problem: str
     """Id of the problem."""
     source: str = ""
-    """Source of a mixture that the problem belongs to; "" for a single dataset. Not a column of `rollouts/`."""
+    """Source of a mixture that the problem belongs to; "" for a single dataset, whose files have no such column."""
     rewards: tuple[float, ...]
     """Combined reward; NaN where the completion could not be graded."""
     correct: tuple[float, ...] | None

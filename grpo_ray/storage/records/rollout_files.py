@@ -18,8 +18,9 @@ column `sample` has the reason, which does not depend on the number of workers:
 | `first` | the first one drawn for the step, whatever its rewards: an unbiased sample |
 | `signal` | the first one whose rewards differ, in the order in which they were drawn, unless that is the `first` one |
 
-Only files of runs with tools or environments have the columns of `storage/records/conversation_columns.py`, and
-`result_tokens` (K,): True for recorded tokens that the policy did not generate.
+Only files of mixtures have the column `source`. Only files of runs with tools or environments have the columns of
+`storage/records/conversation_columns.py`, and `result_tokens` (K,): True for recorded tokens that the policy did not
+generate.
 
 A file holds the steps since the previous checkpoint, and is written before the checkpoint of its last step. A run that
 resumes from a checkpoint therefore finds all files up to it, and removes the later ones with `drop_rollouts_after`:
@@ -37,9 +38,10 @@ from typing import TYPE_CHECKING
 from grpo_ray.errors import DataError
 from grpo_ray.storage.parquet import FOLDER_BYTES, MemoryBudget, read_columns, row_group_rows
 from grpo_ray.storage.records.group_columns import (
-    CONVERSATION_COLUMNS,
+    DEFAULTS,
     SORT_KEYS,
     drop_empty_conversations,
+    drop_empty_source,
     groups_table,
 )
 from grpo_ray.storage.records.groups import GroupRecord
@@ -223,7 +225,7 @@ def _read_table(
             table = read_columns(
                 stream,
                 schema,
-                dict.fromkeys(CONVERSATION_COLUMNS),
+                DEFAULTS,
                 ordered_by="step",
                 has_rows=lambda least, most: most >= first and (last is None or least <= last),
             )
@@ -240,6 +242,7 @@ def _write_table(folder: RunFolder, table: "pa.Table") -> str:
     import pyarrow.compute as pc
     import pyarrow.parquet as pq
 
+    table = drop_empty_source(table)
     steps = pc.min_max(table["step"]).as_py()
     name = f"steps-{steps['min']:08d}-{steps['max']:08d}.parquet"
     sink = pa.BufferOutputStream()

@@ -65,6 +65,10 @@ def test_each_step_has_the_shares_and_each_source_its_epochs(whole: FinishedRun)
     assert [row["source/words/epoch"] for row in rows] == [0, 0, 0, 1, 1, 1]
     used = Counter(group for groups in groups_of(whole.folder).values() for group in groups)
     assert set(used.values()) == {1} and len(used) == 24
+    recorded = read_rollouts(RunFolder(str(whole.folder.parent), whole.folder.name))
+    assert Counter(zip(recorded["step"].to_pylist(), recorded["source"].to_pylist(), strict=True)) == {
+        (step, name): groups for step in range(1, 7) for name, groups in (("sums", 3), ("words", 1))
+    }
     for row in rows:
         parts = [row[f"source/{name}/reward_mean"] * row[f"source/{name}/problems_share"] for name in ("sums", "words")]
         assert sum(parts) == pytest.approx(row["reward/mean"], rel=1e-5)

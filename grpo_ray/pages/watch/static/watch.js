@@ -126,6 +126,7 @@ function showAge() {
 }
 
 async function showNews() {
+  showSources();
   if (shownReport !== state.number) {
     const number = state.number;
     const isFirst = shownReport === null;
@@ -135,6 +136,17 @@ async function showNews() {
   }
   if (!byId("rollouts").hidden) showNewGroups();
   showHeldoutChoices();
+}
+
+let shownSources = "";
+
+/** Offer the sources of a mixture in the filter. */
+function showSources() {
+  const key = JSON.stringify(state.sources);
+  byId("source-label").hidden = !state.sources.length;
+  if (!state.sources.length || key === shownSources) return;
+  shownSources = key;
+  fillSelect(byId("filter").elements.namedItem("source"), [["", "any"], ...state.sources.map((each) => [each, each])]);
 }
 
 // Report
@@ -229,6 +241,7 @@ function readAddress() {
   const [tab, query] = location.hash.slice(1).split("?");
   for (const [name, value] of new URLSearchParams(query ?? "")) {
     const field = byId("filter").elements.namedItem(name);
+    if (name === "source") fillSelect(field, [["", "any"], [value, value]], value); // before the page knows the sources
     if (field?.type === "checkbox") field.checked = value === "1";
     else if (field && "value" in field) field.value = value;
   }
@@ -243,7 +256,7 @@ let colouring = "none";
 function filterValues() {
   const fields = byId("filter").elements;
   const values = {};
-  for (const name of ["text", "outcome", "order", "first", "last", "low", "high", "problem"]) {
+  for (const name of ["text", "outcome", "order", "first", "last", "low", "high", "problem", "source"]) {
     values[name] = fields.namedItem(name).value.trim();
   }
   values.texts = fields.namedItem("texts").checked ? "1" : "0";
@@ -294,6 +307,7 @@ function groupButton(group, text) {
     { type: "button", click: () => { markChosen(byId("groups"), button); showGroup(group); } },
     make("span", { class: "step" }, `step ${group.step}`),
     make("code", { class: "note" }, shortId(group.problem)),
+    ...(group.source ? [make("span", { class: "note" }, group.source)] : []),
     make("span", { class: "value", title: "mean reward" }, number(group.reward)),
     verdictDots(group.correct),
   );
@@ -367,6 +381,7 @@ const showGroup = newest(async (isCurrent, group) => {
 function groupHead(group) {
   const parts = [make("b", {}, `step ${group.step}`), make("span", { class: "note" }, `epoch ${group.epoch + 1}`)];
   parts.push(make("button", { type: "button", class: "link", title: "all groups of this problem", click: () => showProblem(group.problem) }, `problem ${group.problem}`));
+  if (group.source) parts.push(make("span", { class: "note", dir: "auto" }, group.source));
   if (group.sample === "signal") parts.push(make("span", { class: "note" }, "first group of the step whose rewards differ"));
   if (group.sample === "first") parts.push(make("span", { class: "note" }, "first group of the step"));
   parts.push(backToList(byId("rollouts")));

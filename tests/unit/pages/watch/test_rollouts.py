@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from page_samples import make_group
 
@@ -268,3 +269,21 @@ def test_detail_group_without_tools_has_no_conversation(folder: RunFolder) -> No
     index = index_of(folder, [replace(group, sample="first", advantages=(0.0,), tokens=(tokens_of("a", "b"),))])
     (completion,) = index.detail(0)["completions"]
     assert "conversation" not in completion and "result" not in completion["tokens"]
+
+
+def test_groups_of_a_source_are_chosen(folder: RunFolder) -> None:
+    groups = [
+        replace(make_group(1, A, [1.0, 0.0]), source="math"),
+        replace(make_group(2, B, [1.0, 0.0]), source="games"),
+    ]
+    index = index_of(folder, groups)
+    assert index.sources() == ["games", "math"]
+    assert chosen(index, GroupQuery(source="math")) == [(1, "a")] and chosen(index, GroupQuery(source="mat")) == []
+    assert [group["source"] for group in index.describe([0, 1])] == ["math", "games"]
+
+
+def test_groups_of_a_single_dataset_have_no_source(folder: RunFolder) -> None:
+    index = index_of(folder, [make_group(1, A, [1.0, 0.0])])
+    assert index.sources() == [] and index.describe([0])[0]["source"] == ""
+    (file,) = (folder.local / "rollouts").iterdir()  # type: ignore[operator]
+    assert "source" not in pq.read_schema(file).names

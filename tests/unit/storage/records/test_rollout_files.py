@@ -95,6 +95,7 @@ def test_write_rollouts_group_reads_back_equal(folder: RunFolder, remote: RunFol
             "step": 11,
             "epoch": 0,
             "problem": A,
+            "source": "",
             "rewards": [1.5],
             "correct": [1.0, 0.0],
             "lengths": [3, 4096],
@@ -539,3 +540,11 @@ def test_small_file_of_an_object_store_is_one_request(remote: RunFolder, monkeyp
     monkeypatch.setattr(run_folder, "WHOLE_BYTES", 100)  # only parts of a larger one are read
     assert read_rollouts(remote)["problem"].to_pylist() == [A, B]
     assert CountedFile.reads > 5
+
+
+def test_rollouts_of_a_mixture_have_their_source(folder: RunFolder) -> None:
+    groups = [replace(group(step), source=name) for step, name in ((1, "math"), (2, "games"), (3, "math"))]
+    write_rollouts(folder, groups)
+    assert read_rollouts(folder)["source"].to_pylist() == ["math", "games", "math"]
+    drop_rollouts_after(folder, 2)
+    assert read_rollouts(folder)["source"].to_pylist() == ["math", "games"]
