@@ -9,7 +9,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -31,6 +31,8 @@ CONFIG = "CONFIG.yaml"
 
 STOPPED_BY_WARNING = 3
 """Exit status of a run that a warning in `run.stop_on` has ended."""
+SECONDS_OF_ATTACK = 120.0
+"""Default of `check --seconds`."""
 CHAOS_HANG_SECONDS = 60.0
 """Default of `run.hang_seconds` under `chaos`: the run waits that long for an injected hang to be noticed."""
 
@@ -280,13 +282,20 @@ def run_check(arguments: argparse.Namespace) -> int:
     if complete and (count := len(report.unverifiable_ids)):
         print(f"this run will leave out {count} problems: {folder.uri_of(UNVERIFIABLE_FILE)}")
     described = report.to_dict()
-    if arguments.attack:
-        described["attack"] = run_attack(config, arguments.seconds)
-    if arguments.forecast:
-        described["forecast"] = run_forecast(config, arguments.steps, arguments.price)
+
+    def record(name: str, result: Any) -> None:
+        described[name] = result
+        if arguments.json:
+            write_json(arguments.json, described)
+
     if arguments.json:
         write_json(arguments.json, described)
-    return 0
+    if arguments.attack:
+        seconds = SECONDS_OF_ATTACK if arguments.seconds is None else arguments.seconds
+        stopped = run_attack(config, seconds, report.columns, record)
+        if stopped is not None:
+            return 128 + signal.Signals[stopped]
+    return run_forecast(config, arguments.steps, arguments.price, record) if arguments.forecast else 0
 
 
 def require_options_with_effect(arguments: argparse.Namespace) -> None:
@@ -302,24 +311,45 @@ def require_options_with_effect(arguments: argparse.Namespace) -> None:
         raise ConfigError(f"--price must be a number from 0 on; got {arguments.price:g}")
 
 
-def run_attack(config: Config, seconds: float | None) -> dict[str, Any]:
-    """Attack the rewards, print the result, and return it in JSON's types."""
-    from grpo_ray.driver.attack import SECONDS, attack
-    from grpo_ray.driver.tables import print_attack
+def run_attack(
+    config: Config, seconds: float, columns: Sequence[str], record: Callable[[str, Any], None]
+) -> str | None:
+    """Score the probes, train against the rewards, and print both.
 
-    result = attack(config, SECONDS if seconds is None else seconds)
+    Args:
+        columns: columns of the training problems.
+        record: called with a name and the result in JSON's types, as soon as there is one.
+
+    Returns:
+        Name of the signal that stopped the training; None if none did.
+    """
+    from grpo_ray.driver.attack import plan_attack, probe_rewards, train_against
+    from grpo_ray.driver.tables import print_attack, print_probes
+
+    planned = plan_attack(config)  # refused before anything is paid for
+    probes = probe_rewards(config, columns)
+    print_probes(probes)
+    record("probes", [each.to_dict() for each in probes])
+    result = train_against(config, planned, seconds)
     print_attack(result)
-    return result.to_dict()
+    record("attack", result.to_dict())
+    return result.stopped
 
 
-def run_forecast(config: Config, steps: int | None, price: float | None) -> dict[str, Any]:
-    """Forecast the run, print the result, and return it in JSON's types."""
+def run_forecast(config: Config, steps: int | None, price: float | None, record: Callable[[str, Any], None]) -> int:
+    """Forecast the run, print the result and record it as `run_attack` does; return the exit status."""
     from grpo_ray.driver.forecast import STEPS, forecast
     from grpo_ray.driver.tables import print_forecast
+    from grpo_ray.driver.trial import StoppedTrialError
 
-    result = forecast(config, STEPS if steps is None else steps, price)
+    try:
+        result = forecast(config, STEPS if steps is None else steps, price)
+    except StoppedTrialError as error:
+        print(f"grpo-ray: {error}", file=sys.stderr)
+        return 128 + signal.Signals[error.signal]
     print_forecast(result, config)
-    return result.to_dict()
+    record("forecast", result.to_dict())
+    return 0
 
 
 def run_eval(arguments: argparse.Namespace) -> int:

@@ -2,8 +2,9 @@
 
 First probes are scored (`evaluation/probes.py`): completions that no honest policy would write. Then a policy is
 trained against the rewards for two minutes, on the run's own problems and through the whole system, and the completions
-that pay most are shown. The policy is the run's own where the cluster has the GPUs for it, or if it is an embedded one;
-elsewhere it is the embedded `tiny-arithmetic`, which can write any text, but begins with short sums in boxes.
+that pay most are shown. The policy is the run's own where the cluster has GPUs for it, and in runs without GPUs that
+have an embedded policy, tools, or a policy of plain text; elsewhere it is the embedded `tiny-arithmetic`, which can
+write any text, but begins with short sums in boxes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,27 +18,28 @@ import ray
 from grpo_ray.config.reward_names import is_reward_model
 from grpo_ray.config.schema import ClusterConfig, Config, EngineConfig, ModelConfig
 from grpo_ray.config.sources import EMBEDDED_POLICIES
-from grpo_ray.data.problem import Problem
 from grpo_ray.data.stream import open_splits
 from grpo_ray.driver.cluster.connection import connect
 from grpo_ray.driver.preflight.audit import call_rewards
 from grpo_ray.driver.preflight.overlong import PolicyTokenizer
-from grpo_ray.driver.trial import run_trial, trial_run
+from grpo_ray.driver.trial import constant_rate, run_trial, trial_run
 from grpo_ray.errors import ConfigError
 from grpo_ray.evaluation.probes import PROBLEMS, ProbeReport, score_probes
+from grpo_ray.models.plain_prompts import uses_plain_prompts
+from grpo_ray.resilience.ray_internals import has_autoscaler
 from grpo_ray.rewards.registry import needs_solutions
 from grpo_ray.storage.jsonl import read_metrics
 from grpo_ray.storage.records.rollout_files import read_steps
 from grpo_ray.storage.run_folder import RunFolder
 
-SECONDS = 120.0
-"""Time of training against the rewards."""
 MAX_STEPS = 10_000
-"""Steps that no attack reaches; the learning rate falls over them."""
+"""Steps that no attack reaches."""
 MAX_LENGTH = 128
 """Longest completion of the embedded policy, tokens."""
 MAX_PROBLEMS = 2_000
 """Problems of each source that the policy is trained on."""
+MAX_HELDOUT = 32
+"""Problems of each held-out set that it is measured on: not one, whose prompt may be too long."""
 LEARNING_RATE = 1e-3
 """Learning rate of the embedded policy."""
 KEPT_TRL_FIELDS = frozenset({"reward_weights", "scale_rewards", "multi_objective_aggregation"})
@@ -61,10 +63,8 @@ class PaidCompletion:
 
 @dataclass(frozen=True, kw_only=True)
 class AttackReport:
-    """Result of an attack."""
+    """Result of the training against a run's rewards."""
 
-    probes: tuple[ProbeReport, ...]
-    """Probes of each source."""
     policy: str
     """Policy that was trained, as in `model.path`."""
     steps: int
@@ -74,94 +74,104 @@ class AttackReport:
     last: Mapping[str, float]
     """The same over the last steps."""
     completions: tuple[PaidCompletion, ...]
-    """Completions of the last third of the steps that paid most, the best first; equal texts count once."""
+    """Recorded completions of the last third of the steps that paid most, the best first; equal texts count once."""
     folder: str
     """Run folder of the attack, for `grpo-ray report`."""
+    stopped: str | None
+    """Name of the signal that stopped it before its time was over; None if none did."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report in JSON's types."""
         return asdict(self)
 
 
-def attack(config: Config, seconds: float = SECONDS) -> AttackReport:
-    """Score the probes, and train a policy against the rewards. Ray must be connected.
-
-    Args:
-        seconds: time of training, from the first step.
+def plan_attack(config: Config) -> Config:
+    """Return the config of the attack's training. Ray must be connected.
 
     Raises:
-        ConfigError: the policy that is trained has no tools, and the run needs them.
-        RewardError: a reward cannot be loaded, or fails.
-        GrpoRayError: the trial was refused, or its workers failed.
+        ConfigError: neither the run's own policy nor the embedded one can be trained here.
     """
-    probes = probe_rewards(config)
-    trial = attack_config(config, can_use_gpus=_has_gpus(config))
-    folder, _ = run_trial(trial, seconds)
-    first, last, steps = _changes(folder)
-    return AttackReport(
-        probes=probes,
-        policy=trial.model.path,
-        steps=steps,
-        first=first,
-        last=last,
-        completions=paid_completions(folder, steps),
-        folder=folder.uri,
-    )
-
-
-def _has_gpus(config: Config) -> bool:
-    """Return True if the run has GPUs and the cluster, which is connected if need be, has one for each worker."""
-    if not config.cluster.use_gpu:
-        return False
     connect(config)
-    return ray.cluster_resources().get("GPU", 0) >= config.cluster.min_workers
+    tokenizer = PolicyTokenizer(config.model.path, config.model.trust_remote_code).load()
+    gpus = config.cluster.max_workers if has_autoscaler() else int(ray.cluster_resources().get("GPU", 0))
+    return attack_config(config, gpus=gpus, has_plain_prompts=uses_plain_prompts(tokenizer))
 
 
-def attack_config(config: Config, *, can_use_gpus: bool) -> Config:
+def attack_config(config: Config, *, gpus: int, has_plain_prompts: bool) -> Config:
     """Return the config of the attack's training.
 
     Args:
-        can_use_gpus: the cluster has the GPUs of the run.
+        gpus: GPUs that the cluster has, or can get.
+        has_plain_prompts: the run's policy has no chat template.
 
     Raises:
-        ConfigError: the run has tools or environments, and its own policy cannot be trained here.
+        ConfigError: neither the run's own policy nor the embedded one can be trained with these GPUs.
     """
-    run = trial_run(config, "attack")
-    data = replace(config.data, limit=min(config.data.limit or MAX_PROBLEMS, MAX_PROBLEMS), heldout_limit=1)
-    grpo = replace(config.grpo, max_steps=MAX_STEPS, save_steps=MAX_STEPS, logging_steps=1)
-    if can_use_gpus or (not config.cluster.use_gpu and config.model.path in EMBEDDED_POLICIES):
-        return replace(config, run=run, data=data, grpo=grpo)
-    if config.rollout.has_conversations:
+    data = replace(
+        config.data,
+        limit=min(config.data.limit or MAX_PROBLEMS, MAX_PROBLEMS),
+        heldout_limit=min(config.data.heldout_limit or MAX_HELDOUT, MAX_HELDOUT),
+    )
+    run = replace(trial_run(config, "attack"), measure="inline")
+    steps = max(1, MAX_STEPS // config.steps_per_batch) * config.steps_per_batch
+    grpo = replace(config.grpo, max_steps=steps, save_steps=steps, logging_steps=1, trl=constant_rate(config.grpo))
+    own = replace(config, run=run, data=data, grpo=grpo)
+    needs_own = config.rollout.has_conversations or has_plain_prompts
+    if not config.cluster.use_gpu and (needs_own or config.model.path in EMBEDDED_POLICIES):
+        return own
+    if config.cluster.use_gpu and (fitting := _with_workers(own, gpus)) is not None:
+        return fitting
+    if needs_own and config.cluster.use_gpu:
+        kind = "with tools or environments" if config.rollout.has_conversations else "of plain text"
         raise ConfigError(
-            f"check --attack trains the policy itself in a run with tools or environments, and {config.model.path} "
-            "needs GPUs, which this cluster lacks; run it where they are"
+            f"check --attack trains the policy itself in a run {kind}, and {config.model.path} needs GPUs, of which "
+            f"this cluster has {gpus}; run it where they are"
         )
-    workers = min(2, config.cluster.max_workers)
     grpo = replace(
         grpo,
         prompts_per_step=8,
         num_generations=8,
+        max_steps=MAX_STEPS,
+        save_steps=MAX_STEPS,
         steps_per_generation=1,
         epochs=1,
         micro_batch_size=None,
         tokens_per_micro_batch=None,
         learning_rate=LEARNING_RATE,
         max_completion_length=min(config.grpo.max_completion_length, MAX_LENGTH),
-        trl={name: value for name, value in config.grpo.trl.items() if name in KEPT_TRL_FIELDS},
+        dynamic_sampling=0,
+        generate_ahead=False,
+        trl={name: value for name, value in grpo.trl.items() if name in KEPT_TRL_FIELDS},
     )
     return replace(
-        config,
-        run=run,
+        own,
+        run=replace(run, from_checkpoint=None),
         data=replace(data, max_prompt_length=None, overlong_prompts="drop"),
         grpo=grpo,
-        cluster=ClusterConfig(num_workers=workers),
+        cluster=ClusterConfig(num_workers=min(2, config.cluster.max_workers)),
         model=ModelConfig(),
         engine=EngineConfig(),
     )
 
 
-def probe_rewards(config: Config) -> tuple[ProbeReport, ...]:
+def _with_workers(config: Config, gpus: int) -> Config | None:
+    """Return a config with as many workers as GPUs, at most its own number; None if no such number is allowed."""
+    for workers in range(min(gpus, config.cluster.max_workers), 0, -1):
+        try:
+            return replace(config, cluster=replace(config.cluster, num_workers=workers))
+        except ConfigError:  # the number does not divide the step, or is no multiple of an engine's GPUs
+            continue
+    return None
+
+
+def probe_rewards(config: Config, columns: Sequence[str]) -> tuple[ProbeReport, ...]:
     """Score the probes on the first problems of each source.
+
+    Sources with a reward model, or the reward of an environment, are left out: they are given by what runs in the
+    workers only.
+
+    Args:
+        columns: columns of any training problem, all of which rewards receive, as in training.
 
     Raises:
         RewardError: a reward cannot be loaded, or fails.
@@ -172,32 +182,48 @@ def probe_rewards(config: Config) -> tuple[ProbeReport, ...]:
     reports = []
     for source, split in training.items():
         names = config.rewards_of(source)
-        if "environment" in names or any(map(is_reward_model, names)):
-            continue  # given by what runs in the workers only
-        first: list[Problem] = list(islice(split.read(), PROBLEMS))
-        if not first:
+        problems = list(islice(replace(split, columns=tuple(columns)).read(), PROBLEMS))
+        if not problems or "environment" in names or any(map(is_reward_model, names)):
             continue
-        columns = sorted({name for problem in first for name in problem.columns})
-        problems = [problem.with_columns(columns) for problem in first]
         failure = f"a reward fails on a completion without merit{f' of {source}' if source else ''}"
         reports.append(call_rewards(score_probes, config, source, problems, tokenizer, failure=failure))
     return tuple(reports)
 
 
-def _changes(folder: RunFolder) -> tuple[dict[str, float], dict[str, float], int]:
-    """Return means over the first and the last steps, and the number of steps."""
+def train_against(config: Config, planned: Config, seconds: float) -> AttackReport:
+    """Train a policy against the rewards of a run.
+
+    Args:
+        config: config of the run.
+        planned: config of the training, from `plan_attack`.
+        seconds: time of training, from the first step.
+
+    Raises:
+        GrpoRayError: the trial was refused, or its workers failed.
+    """
+    trial = run_trial(planned, config.run, seconds)
+    rows = list(read_metrics(trial.folder))
+    steps = int(rows[-1]["step"]) if rows else 0
+    rewarded = [row for row in rows if "reward/mean" in row]
+    return AttackReport(
+        policy=planned.model.path,
+        steps=steps,
+        first=_means(rewarded[:WINDOW]),
+        last=_means(rewarded[-WINDOW:]),
+        completions=paid_completions(trial.folder, steps),
+        folder=trial.folder.uri,
+        stopped=trial.stopped,
+    )
+
+
+def _means(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     names = {"reward/mean": "reward", "completion/length_mean": "length", "reward/correctness_mean": "correctness"}
-    rows = [row for row in read_metrics(folder) if "reward/mean" in row]
-
-    def means(part: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-        values = {short: [row[name] for row in part if name in row] for name, short in names.items()}
-        return {short: sum(found) / len(found) for short, found in values.items() if found}
-
-    return means(rows[:WINDOW]), means(rows[-WINDOW:]), len(rows)
+    values = {short: [row[name] for row in rows if name in row] for name, short in names.items()}
+    return {short: sum(found) / len(found) for short, found in values.items() if found}
 
 
 def paid_completions(folder: RunFolder, steps: int) -> tuple[PaidCompletion, ...]:
-    """Return the best paid of the completions that were recorded in the last third of the steps, without repetition."""
+    """Return the best paid of the completions that were recorded in the last third of the steps, each text once."""
     table = read_steps(folder, first=1 + 2 * steps // 3, samples_only=True, with_texts=True)
     paid = [
         PaidCompletion(reward, row["step"], row["prompt"], text)

@@ -11,10 +11,11 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from grpo_ray.config.schema import Config
-from grpo_ray.driver.trial import run_trial, trial_run
+from grpo_ray.driver.cluster.connection import background_resources
+from grpo_ray.driver.trial import StoppedTrialError, constant_rate, run_trial, trial_run
+from grpo_ray.errors import ConfigError
 from grpo_ray.evaluation.confidence import wilson_interval
 from grpo_ray.storage.jsonl import read_events, read_metrics
-from grpo_ray.storage.run_folder import RunFolder
 from grpo_ray.telemetry.goodput import compute_goodput
 from grpo_ray.telemetry.measures import Measure, heldout_measure
 
@@ -31,21 +32,25 @@ class Forecast:
     steps: int
     """Steps that were taken."""
     groups: int
+    """Groups that were generated for them, those put aside by `grpo.dynamic_sampling` included."""
     signal: Measure
     """Share of the groups whose rewards differ, so that they have a gradient, with its 95 % interval."""
     reward: float
-    """Mean reward of the initial policy."""
+    """Mean reward of the initial policy; NaN if no reward applied."""
     length: float
     """Mean length of its completions, tokens."""
     truncated_share: float
     startup_seconds: float
     """From the command to the first step: start of the workers and engines, and the measurement before training."""
     step_seconds: float
-    """Median of the steps after the first, without measurement and checkpoint."""
+    """Mean of a generation batch's steps, without measurement and checkpoint: median over the batches after the first
+    one."""
     saving_seconds: float
-    """Measurement and checkpoint of one step."""
+    """Checkpoint of one step, and its measurement unless a separate engine measures."""
     hours: float
     """Whole run: start, steps, checkpoints."""
+    gpus: int
+    """GPUs of the trial's workers, and of a separate engine that measures."""
     gpu_hours: float
     """Hours multiplied by the number of GPUs; 0 without."""
     cost: float | None
@@ -53,51 +58,72 @@ class Forecast:
     baseline: Mapping[str, Measure]
     """Key of each held-out set -> accuracy, or mean score, of the initial policy."""
     smallest_gain: Mapping[str, float]
-    """Key of each held-out set -> smallest difference from the initial policy that is not within chance, at 95 %."""
+    """Key of each held-out set with an interval -> smallest difference from the initial policy that is not within
+    chance, at 95 %."""
     folder: str
     """Run folder of the trial."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the forecast in JSON's types."""
-        return asdict(self)
+        """Return the forecast in JSON's types, None in place of NaN."""
+        return _without_nan(asdict(self))
+
+
+def _without_nan(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _without_nan(each) for name, each in value.items()}
+    return None if isinstance(value, float) and math.isnan(value) else value
 
 
 def forecast(config: Config, steps: int = STEPS, price: float | None = None) -> Forecast:
     """Take some steps of a run, and estimate the whole of it.
 
     Args:
-        steps: optimizer steps, at least 2; rounded up to whole generation batches.
+        steps: optimizer steps; rounded up to whole generation batches, at least two.
         price: price of a GPU for an hour, in any currency.
 
     Raises:
+        StoppedTrialError: a signal stopped the trial.
         GrpoRayError: the trial was refused, or its workers failed.
     """
-    folder, seconds = run_trial(forecast_config(config, steps))
-    startup = compute_goodput(read_events(folder), (), config.cluster.use_gpu).startup_seconds
-    rows = list(read_metrics(folder))
-    return summarize_trial(config, rows, _baseline(config, folder), min(startup, seconds), folder.uri, price)
+    trial = run_trial(forecast_config(config, steps), config.run)
+    if trial.stopped is not None:
+        raise StoppedTrialError(trial.stopped, trial.folder)
+    events = list(read_events(trial.folder))
+    workers = next((event["workers"] for event in events if event["event"] == "began"), config.cluster.max_workers)
+    measured = [event["metrics"] for event in events if event["event"] == "baseline"]
+    measures = ((key, heldout_measure(measured[-1] if measured else {}, key)) for key in config.heldout_keys)
+    return summarize_trial(
+        config,
+        list(read_metrics(trial.folder)),
+        baseline={key: measure for key, measure in measures if measure is not None},
+        startup_seconds=compute_goodput(events, (), config.cluster.use_gpu).startup_seconds,
+        gpus=int(workers + background_resources(config)["GPU"]) if config.cluster.use_gpu else 0,
+        folder=trial.folder.uri,
+        price=price,
+    )
 
 
 def forecast_config(config: Config, steps: int) -> Config:
     """Return the config of the trial: the run's, without learning, and with one checkpoint at the end."""
-    taken = math.ceil(steps / config.steps_per_batch) * config.steps_per_batch
-    grpo = replace(config.grpo, max_steps=taken, save_steps=taken, logging_steps=1, learning_rate=0.0)
+    batches = max(2, math.ceil(steps / config.steps_per_batch))
+    grpo = replace(
+        config.grpo,
+        max_steps=batches * config.steps_per_batch,
+        save_steps=batches * config.steps_per_batch,
+        logging_steps=1,
+        learning_rate=0.0,
+        trl=constant_rate(config.grpo),  # some schedules cannot begin at 0
+    )
     return replace(config, run=trial_run(config, "forecast"), grpo=grpo)
-
-
-def _baseline(config: Config, folder: RunFolder) -> dict[str, Measure]:
-    """Return the accuracy of the initial policy on each held-out set, as the trial has measured it."""
-    measured = [event["metrics"] for event in read_events(folder) if event["event"] == "baseline"]
-    metrics = measured[-1] if measured else {}
-    found = ((key, heldout_measure(metrics, key)) for key in config.heldout_keys)
-    return {key: measure for key, measure in found if measure is not None}
 
 
 def summarize_trial(
     config: Config,
     rows: Sequence[Mapping[str, Any]],
+    *,
     baseline: Mapping[str, Measure],
     startup_seconds: float,
+    gpus: int,
     folder: str,
     price: float | None = None,
 ) -> Forecast:
@@ -105,24 +131,31 @@ def summarize_trial(
 
     Args:
         config: config of the run, not of the trial.
-        rows: metrics of each step, the last of which has a checkpoint.
+        rows: metrics of each step of whole generation batches, the last of which has a checkpoint.
         baseline: key of each held-out set -> accuracy of the initial policy.
+        gpus: GPUs that the run holds.
     """
+    grpo, batch = config.grpo, config.steps_per_batch
     sampled = [row for row in rows if "group/equal_share" in row]
-    groups = config.grpo.prompts_per_step * config.grpo.steps_per_generation
-    with_signal = [round(groups * (1 - row["group/equal_share"])) for row in sampled]
-    verdicts = [float(place < count) for count in with_signal for place in range(groups)]
+    if not sampled:
+        raise ConfigError("the forecast has no metrics of completions; run it again, with more --steps")
+    sizes = [round(grpo.prompts_per_step * grpo.steps_per_generation * row.get("group/rounds", 1)) for row in sampled]
+    verdicts = [
+        float(place < round(size * (1 - row["group/equal_share"])))
+        for size, row in zip(sizes, sampled, strict=True)
+        for place in range(size)
+    ]
     plain = [row["step/seconds"] - sum(row.get(name, 0.0) for name in SAVING_PHASES) for row in rows]
-    step_seconds = statistics.median(plain[1:] or plain)
+    batches = (plain[first : first + batch] for first in range(0, len(plain), batch))
+    per_step = [statistics.fmean(seconds) for seconds in batches]
+    step_seconds = statistics.median(per_step[1:] or per_step)
     saving_seconds = sum(rows[-1].get(name, 0.0) for name in SAVING_PHASES)
-    grpo = config.grpo
-    seconds = startup_seconds + grpo.max_steps * step_seconds
-    seconds += math.ceil(grpo.max_steps / grpo.save_steps) * saving_seconds
-    hours = seconds / 3600
-    gpu_hours = hours * config.cluster.max_workers if config.cluster.use_gpu else 0.0
+    hours = startup_seconds + grpo.max_steps * step_seconds
+    hours = (hours + math.ceil(grpo.max_steps / grpo.save_steps) * saving_seconds) / 3600
 
     def mean(name: str) -> float:
-        return statistics.fmean(row[name] for row in sampled)
+        values = [row[name] for row in sampled if name in row]
+        return statistics.fmean(values) if values else math.nan
 
     return Forecast(
         steps=len(rows),
@@ -135,10 +168,13 @@ def summarize_trial(
         step_seconds=step_seconds,
         saving_seconds=saving_seconds,
         hours=hours,
-        gpu_hours=gpu_hours,
-        cost=None if price is None else gpu_hours * price,
+        gpus=gpus,
+        gpu_hours=hours * gpus,
+        cost=None if price is None else hours * gpus * price,
         baseline=baseline,
-        smallest_gain={key: smallest_gain(measure) for key, measure in baseline.items()},
+        smallest_gain={
+            key: gain for key, measure in baseline.items() if not math.isnan(gain := smallest_gain(measure))
+        },
         folder=folder,
     )
 
@@ -148,6 +184,6 @@ def smallest_gain(baseline: Measure) -> float:
 
     Two independent means with intervals of the half-width h differ by more than chance if they differ by more than
     sqrt(2) h. Policies are compared on the same problems, which can show smaller differences (`evaluation/paired.py`),
-    so this is an upper bound.
+    so this is an upper bound. NaN if the interval is unknown.
     """
     return math.sqrt(2) * (baseline.high - baseline.low) / 2

@@ -199,6 +199,11 @@ class PreparedRun:
         """Build the trainer of this run."""
         return self.plan.build(self._stop_signals.install)
 
+    @property
+    def stopped_by(self) -> str | None:
+        """Name of the signal or of the warning that stopped this launch; None if none did."""
+        return self._stop_signals.requested_by
+
     def request_stop(self) -> None:
         """Ask the workers to finish the current step, save it and end; from any thread."""
         self.plan.coordinator.request_stop.remote()
@@ -284,7 +289,7 @@ class PreparedRun:
         stored = checkpoints.list_checkpoints(folder)
         best = checkpoints.best_checkpoint(stored, config.ranking_metric)
         is_complete = bool(stored) and stored[-1].step >= config.grpo.max_steps
-        stopped_by = None if is_complete else self._stop_signals.requested_by
+        stopped_by = None if is_complete else self.stopped_by
         after = {} if best is None else self._heldout_measures(best, measure_others=not stopped_by)
         seconds = time.time() - self.launched_at
         before = plan.baseline.read() if stopped_by else self.measure_heldout_before()

@@ -21,6 +21,7 @@ from grpo_ray.driver.summary import RunSummary, phase_breakdown
 from grpo_ray.models.memory import GIB, GPU_CARDS, CardMemory
 from grpo_ray.observers.terminal.live_view import ASCII, MAX_WIDTH, UNICODE, duration
 from grpo_ray.resilience.chaos import FAULT_KINDS, FaultOutcome
+from grpo_ray.storage.uris import redact_credentials
 from grpo_ray.telemetry.goodput import goodput_rows
 from grpo_ray.telemetry.measures import ACCURACY_MEASURES, recorded_measure
 from grpo_ray.text.display import one_line
@@ -30,6 +31,7 @@ if TYPE_CHECKING:  # these modules import libraries that not every command needs
     from grpo_ray.driver.forecast import Forecast
     from grpo_ray.driver.preflight.audit import AuditReport, SplitReport
     from grpo_ray.evaluation.metrics import EvaluationResult
+    from grpo_ray.evaluation.probes import ProbeReport
     from grpo_ray.rewards.solution_check import Coverage
 
 EXAMPLES = 5
@@ -174,27 +176,34 @@ def print_audit(report: "AuditReport") -> None:
     show_memory(report.memory, show)
 
 
-def print_attack(report: "AttackReport") -> None:
-    """Print what an attack found: probes that pay, the change of the rewards, and the completions that paid most."""
+def print_probes(reports: "Sequence[ProbeReport]") -> None:
+    """Print the rewards of completions without merit, with those of honest ones."""
     console = _wide_console()
-    for probes in report.probes:
+    for report in reports:
         table = Table("", "reward", "")
-        for probe in probes.honest:
+        for probe in report.honest:
             table.add_row(escape(probe.name), _decimal(probe.reward), "")
-        for probe in (*probes.holes, *probes.others)[: max(EXAMPLES, len(probes.holes))]:
-            table.add_row(escape(probe.name), _decimal(probe.reward), "pays" if probe in probes.holes else "")
-        of_source = f" ({probes.source})" if probes.source else ""
-        title = f"completions without merit{of_source}: mean reward over {probes.problems} problems, best paid first"
+        for probe in report.others[: max(EXAMPLES, len(report.holes))]:
+            table.add_row(escape(probe.name), _decimal(probe.reward), "pays" if probe in report.holes else "")
+        of_source = f" ({report.source})" if report.source else ""
+        title = f"completions without merit{of_source}: mean reward over {report.problems} problems, best paid first"
         console.print(escape(title), table, sep="\n", highlight=False)
-    table = Table(f"{report.policy}, {report.steps} steps", "first steps", "last steps")
+
+
+def print_attack(report: "AttackReport") -> None:
+    """Print what the training against the rewards changed, and the completions that paid most."""
+    console = _wide_console()
+    policy = redact_credentials(report.policy)
+    title = f"{policy} trained against the rewards, {report.steps} steps"
+    title += f", stopped by {report.stopped}" if report.stopped else ""
+    table = Table("", "first steps", "last steps")
     for name, value in report.first.items():
         table.add_row(name, f"{value:.3f}", _decimal(report.last.get(name)))
-    console.print("a policy trained against the rewards", table, sep="\n", highlight=False)
+    console.print(escape(title), table, sep="\n", highlight=False)
     table = Table("reward", "step", "prompt", "completion", show_lines=True)
     for each in report.completions:
-        table.add_row(
-            f"{each.reward:.3f}", str(each.step), *(escape(_excerpt(t)) for t in (each.prompt, each.completion))
-        )
+        texts = (escape(one_line(text, EXCERPT)) for text in (each.prompt, each.completion))
+        table.add_row(f"{each.reward:.3f}", str(each.step), *texts)
     console.print("what paid most in its last steps", table, sep="\n", highlight=False)
     print(f"{_command_name()} report {shlex.quote(report.folder)} shows the whole attack")
 
@@ -219,23 +228,17 @@ def print_forecast(result: "Forecast", config: Config) -> None:
             f"{duration(3600 * result.hours)}, as long as completions keep their length",
         ),
     ]
-    if result.gpu_hours:
+    if result.gpus:
         cost = "" if result.cost is None else f", {result.cost:.2f} at the price given"
-        rows.append(("GPU hours", f"{result.gpu_hours:.1f}{cost}"))
+        rows.append((f"GPU hours, {result.gpus} GPUs", f"{result.gpu_hours:.1f}{cost}"))
     for key, measure in result.baseline.items():
-        gain = f"{measure}; a gain below {result.smallest_gain[key]:.3f} may be chance"
-        rows.append((split_name(key), gain))
+        gain = result.smallest_gain.get(key)
+        chance = "" if gain is None else f"; a gain below {gain:.3f} may be chance"
+        rows.append((split_name(key), f"{measure}{chance}"))
     for row in rows:
         table.add_row(*map(escape, row))
     console = _wide_console()
     console.print("forecast", table, sep="\n", highlight=False)
-
-
-def _excerpt(text: str) -> str:
-    """Return a text in one line of bounded length; the middle of a longer one is left out."""
-    line = one_line(text)
-    half = EXCERPT // 2
-    return line if len(line) <= EXCERPT else f"{line[:half]} … {line[-half:]}"
 
 
 def _split_rows(report: "AuditReport") -> list[list[object]]:

@@ -5,26 +5,43 @@ own run folder is only read.
 """
 
 import threading
-import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
-from grpo_ray.config.schema import Config, RunConfig
+from grpo_ray.config.schema import Config, GrpoConfig, RunConfig
+from grpo_ray.driver.cluster.connection import WarmStartEnd
 from grpo_ray.driver.run import prepare
+from grpo_ray.driver.stages import UNVERIFIABLE_FILE
+from grpo_ray.errors import GrpoRayError
 from grpo_ray.observers.feed import RunObserver
 from grpo_ray.storage.run_folder import RunFolder
 
 MAX_TRIALS = 1000
 """Largest number of trial folders of one run."""
+SCHEDULE_FIELDS = ("lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps")
+"""TRL's fields of a learning rate that changes over the steps of a run."""
 
 
-def trial_run(config: Config, kind: str) -> RunConfig:
-    """Return the section `run` of a trial: a new folder beside the run's, and nothing that leaves the machine.
+@dataclass(frozen=True)
+class Trial:
+    """Trial that has ended."""
 
-    Args:
-        kind: "attack" or "forecast", a part of the folder's name.
-    """
+    folder: RunFolder
+    stopped: str | None
+    """Name of the signal that stopped it; None if it took its steps, or its time was over."""
+
+
+class StoppedTrialError(GrpoRayError):
+    """A signal stopped a trial before it had taken its steps."""
+
+    def __init__(self, stopped: str, folder: RunFolder) -> None:
+        super().__init__(f"stopped by {stopped}; the steps so far are in {folder.uri}")
+        self.signal = stopped
+
+
+def trial_run(config: Config, kind: Literal["attack", "forecast"]) -> RunConfig:
+    """Return the section `run` of a trial: a new folder beside the run's, and nothing that leaves the machine."""
     names = (f"{config.run.name}-{kind}-{number}" for number in range(1, MAX_TRIALS))
     folders = (RunFolder(config.run.storage_path, name, config.run.storage_retry_seconds) for name in names)
     free = next(folder for folder in folders if not folder.exists())
@@ -33,9 +50,8 @@ def trial_run(config: Config, kind: str) -> RunConfig:
         name=free.name,
         resume="latest",
         takeover=None,
-        from_checkpoint=None,
         max_failures=0,
-        measure="inline",
+        best_metric=RunConfig.best_metric,  # another may need the run's own `grpo.logging_steps`
         keep_checkpoints=1,
         trackers=(),
         trace=False,
@@ -44,17 +60,23 @@ def trial_run(config: Config, kind: str) -> RunConfig:
     )
 
 
+def constant_rate(grpo: GrpoConfig) -> dict[str, Any]:
+    """Return TRL's fields of a config, with a learning rate that is the same in all steps of a trial."""
+    kept = {name: value for name, value in grpo.trl.items() if name not in SCHEDULE_FIELDS}
+    return kept | {"lr_scheduler_type": "constant"}
+
+
 class TimeLimit(RunObserver):
     """Observer that asks for a stop some seconds after the first step has begun.
 
     Args:
         seconds: time of training.
-        request_stop: asks the workers to finish their step, save it and end; set before training begins.
     """
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
         self.request_stop: Callable[[], None] = lambda: None
+        """Asks the workers to finish their step, save it and end; set before training begins."""
         self._timer: threading.Timer | None = None
 
     def event(self, entry: Mapping[str, Any]) -> None:
@@ -70,23 +92,28 @@ class TimeLimit(RunObserver):
             self._timer.cancel()
 
 
-def run_trial(config: Config, seconds: float | None = None) -> tuple[RunFolder, float]:
+def run_trial(config: Config, of: RunConfig, seconds: float | None = None) -> Trial:
     """Train a trial's config to its last step, or for some seconds; nothing is measured afterwards.
 
     Args:
         config: with the section of `trial_run`.
+        of: section `run` of the run itself, whose problems that can never be rewarded are left out here too.
         seconds: time of training, after which the current step is finished and saved; None: no limit.
-
-    Returns:
-        The run folder, and the seconds from the command to the end.
 
     Raises:
         GrpoRayError: preflight refused the run, or the workers failed.
     """
-    started = time.monotonic()
-    limit = TimeLimit(float("inf") if seconds is None else seconds)
-    observers = () if seconds is None else (limit,)
+    original = RunFolder(of.storage_path, of.name, of.storage_retry_seconds)
+    if original.exists(UNVERIFIABLE_FILE):
+        folder = RunFolder(config.run.storage_path, config.run.name, config.run.storage_retry_seconds)
+        folder.write_text(original.read_text(UNVERIFIABLE_FILE), UNVERIFIABLE_FILE)
+    observers: list[RunObserver] = []
+    if config.rollout.has_conversations:
+        observers.append(WarmStartEnd())  # the driver does not know that this process has started the cluster
+    limit = TimeLimit(0.0 if seconds is None else seconds)
+    if seconds is not None:
+        observers.append(limit)
     with prepare(config, observers=observers) as run:
         limit.request_stop = run.request_stop
         run.fit(run.trainer())
-        return run.folder, time.monotonic() - started
+        return Trial(run.folder, run.stopped_by)

@@ -8,16 +8,17 @@ words to a judge, and the words that occur in the source of the user's own rewar
 import ast
 import inspect
 import re
+import sys
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from grpo_ray.config.import_path import import_callable
 from grpo_ray.config.schema import Config
 from grpo_ray.data.problem import Problem
-from grpo_ray.evaluation.scores import Answer, heldout_score
+from grpo_ray.evaluation.scores import Answer, combined_reward
 from grpo_ray.models.plain_prompts import uses_plain_prompts
-from grpo_ray.rewards.registry import load_rewards
 from grpo_ray.rewards.solution_check import boxed_completion, stated_answer
 
 if TYPE_CHECKING:
@@ -31,8 +32,6 @@ PROBLEMS = 8
 """Problems of each source that the probes are scored on."""
 MAX_WORDS = 20
 """Words of the rewards' source that are tried one by one."""
-MAX_SOURCE = 200_000
-"""Characters of a reward's source that are read."""
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 _WORD = re.compile(r"[^\W\d_][\w'-]{2,}")
 
@@ -74,6 +73,10 @@ class ProbeReport:
         if top <= failure:
             top = max((reward for _, reward in paid), default=failure)
         return tuple(each for each, reward in paid if reward > (failure + max(failure, top)) / 2)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report in JSON's types."""
+        return asdict(self) | {"holes": [each.name for each in self.holes]}
 
 
 Write = Callable[[Problem, Problem], str | None]
@@ -154,24 +157,35 @@ def dishonest_texts(words: Sequence[str] = ()) -> dict[str, Write]:
     return texts
 
 
-def words_of_rewards(config: Config) -> list[str]:
-    """Return the words and short phrases in the source of the user's own rewards, those of its texts first.
+def words_of_rewards(names: Sequence[str]) -> list[str]:
+    """Return the words and short phrases in the source of rewards of the user's own, those of its texts first.
 
-    Texts of patterns count too: a reward that looks for a word is paid by it.
+    Texts of patterns count too: a reward that looks for a word is paid by it. Read are the function or class, and what
+    its module assigns to the names in it.
+
+    Args:
+        names: entries of `rewards.functions`; built-in ones are left out.
     """
     found: list[str] = []
-    for name, reward in zip(config.rewards.functions, load_rewards(config.rewards), strict=True):
-        if ":" not in name:
-            continue
-        function: Any = getattr(reward, "function", type(reward))
-        try:
-            tree = ast.parse(textwrap.dedent(inspect.getsource(function))[:MAX_SOURCE])
-        except (OSError, TypeError, SyntaxError):  # built in C, or at run time
-            continue
-        found += _texts(tree)
+    for name in names:
+        if ":" in name:
+            found += _texts_of_reward(import_callable(name, "rewards.functions"))
     phrases = [text for text in found if len(text) <= 40 and "\n" not in text and text.strip()]
     words = [word for text in found for word in _WORD.findall(text)]
     return list(dict.fromkeys([*phrases, *words]))
+
+
+def _texts_of_reward(function: Any) -> list[str]:
+    """Return the string constants in the source of a function or class, and in those of its module that it names."""
+    try:
+        own = ast.parse(textwrap.dedent(inspect.getsource(function)))
+        module = ast.parse(inspect.getsource(sys.modules[function.__module__]))
+    except (OSError, TypeError, SyntaxError, KeyError, AttributeError):  # built in C, or at run time
+        return []
+    named = {node.id for node in ast.walk(own) if isinstance(node, ast.Name)}
+    assigned = [(node, node.targets) for node in module.body if isinstance(node, ast.Assign)]
+    used = [node for node, targets in assigned if any(isinstance(t, ast.Name) and t.id in named for t in targets)]
+    return [text for tree in (own, *used) for text in _texts(tree)]
 
 
 def _texts(tree: ast.AST) -> Iterator[str]:
@@ -200,7 +214,7 @@ def score_probes(
         RewardError: a reward cannot be loaded, or did not return a number or None for each completion.
         Exception: any error that a reward raises.
     """
-    score = heldout_score(replace(config, heldout=replace(config.heldout, score="reward")), source)
+    score = combined_reward(config, source)
     is_plain = uses_plain_prompts(tokenizer)
     others = [*problems[1:], problems[0]]
 
@@ -226,6 +240,6 @@ def score_probes(
     def all_scored(texts: dict[str, Write]) -> list[Probe]:
         return [probe for name, write in texts.items() if (probe := scored(name, write)) is not None]
 
-    dishonest = all_scored(dishonest_texts(words_of_rewards(config)))
+    dishonest = all_scored(dishonest_texts(words_of_rewards(config.rewards_of(source))))
     dishonest.sort(key=lambda probe: -float("inf") if probe.reward is None else probe.reward, reverse=True)
     return ProbeReport(source, len(problems), tuple(all_scored(honest_texts())), tuple(dishonest))

@@ -127,16 +127,26 @@ def heldout_score(config: Config, source: str = "") -> HeldoutScore:
     if name == "environment":
         return HeldoutScore(lambda problems, answers: [_limited(each.reward) for each in answers], is_share=True)
     if name == "reward":
-        names = config.rewards_of(source)
-        functions: list[Any] = load_rewards(config.rewards, names)  # without models (`heldout_score_is_known`)
-        all_weights = config.grpo.trl.get("reward_weights") or [1.0] * len(config.rewards.functions)
-        weight_of = dict(zip(config.rewards.functions, all_weights, strict=True))
-        weights = [weight_of[each] for each in names]
-    else:
-        functions, names = [load_reward(name, **config.rewards.settings.get(name, {}))], (name,)
-        weights = [1.0]
-    weighted = WeightedRewards(functions, [reward_name(each) for each in names], weights)
-    return HeldoutScore(weighted, reads_messages=True)
+        return combined_reward(config, source)
+    function = load_reward(name, **config.rewards.settings.get(name, {}))
+    return HeldoutScore(WeightedRewards([function], [reward_name(name)], [1.0]), reads_messages=True)
+
+
+def combined_reward(config: Config, source: str = "") -> HeldoutScore:
+    """Return the weighted sum of the run's rewards as a score.
+
+    Args:
+        source: name of the source of a mixture whose rewards are meant, none of them a reward model; "" for all.
+
+    Raises:
+        RewardError: a reward cannot be loaded.
+    """
+    names = config.rewards_of(source)
+    functions: list[Any] = load_rewards(config.rewards, names)
+    all_weights = config.grpo.trl.get("reward_weights") or [1.0] * len(config.rewards.functions)
+    weight_of = dict(zip(config.rewards.functions, all_weights, strict=True))
+    weights = [weight_of[each] for each in names]
+    return HeldoutScore(WeightedRewards(functions, list(map(reward_name, names)), weights), reads_messages=True)
 
 
 def _limited(reward: float | None) -> float | None:

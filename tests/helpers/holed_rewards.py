@@ -38,6 +38,22 @@ def right_size(completions: Any, solution: list[str], **columns: Any) -> list[fl
     return [float(bool(found) and found[-1] == own.strip("$").removeprefix("-")) for found, own in pairs]
 
 
+def of_topic(completions: Any, topic: list[str | None], **columns: Any) -> list[float]:
+    """Return 0 for each completion; reads a column of the dataset."""
+    return [0.0 for _, _ in zip(completions, topic, strict=True)]
+
+
+THANKS = re.compile("thank you|thanks")
+
+
+class Polite:
+    """Reward polite words: a list of them is paid."""
+
+    def __call__(self, completions: Any, **columns: Any) -> list[float]:
+        texts = [each if isinstance(each, str) else each[-1]["content"] for each in completions]
+        return [float("please" in text) + float(bool(THANKS.search(text))) for text in texts]
+
+
 HOLES = {
     "thorough": "one word, 300 times",
     "on_topic": "the prompt, copied",

@@ -131,6 +131,8 @@ class AuditReport:
     """Trial of tools and environments; None if the run has neither."""
     memory: tuple[CardMemory, ...]
     """Memory of one worker on common GPUs, smallest first."""
+    columns: tuple[str, ...]
+    """Columns of any training problem, all of which rewards receive; null where a problem lacks one."""
     graded_sources: frozenset[str]
     """Sources whose problems have the reward correctness."""
     seconds: float
@@ -223,6 +225,7 @@ def audit(config: Config, *, sample: int | None = None, on_progress: OnProgress 
         rewards=dry_runs,
         tools=tools,
         memory=plan_cards(config, policy.shape, sequence_length=min(policy.context_length, longest)),
+        columns=columns,
         graded_sources=frozenset(name for name in training if "correctness" in config.rewards_of(name)),
         seconds=round(time.perf_counter() - started, 1),
     )

@@ -11,9 +11,10 @@ from small_runs import rows_of, small_settings
 
 from grpo_ray.config.loader import load_config
 from grpo_ray.config.schema import Config
-from grpo_ray.driver.attack import attack, probe_rewards
+from grpo_ray.driver.attack import plan_attack, probe_rewards, train_against
 from grpo_ray.driver.forecast import forecast
-from grpo_ray.driver.tables import print_attack, print_forecast
+from grpo_ray.driver.preflight.audit import audit
+from grpo_ray.driver.tables import print_attack, print_forecast, print_probes
 
 
 @pytest.fixture
@@ -26,14 +27,15 @@ def test_attack_is_paid_for_length(
     config_of: Callable[..., Config], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = config_of("rewards.functions=['holed_rewards:thorough']", "grpo.max_completion_length=32")
-    report = attack(config, seconds=10)
+    report = train_against(config, plan_attack(config), seconds=10)
     assert report.policy == "tiny-arithmetic" and report.steps >= 5
     assert report.last["reward"] > report.first["reward"] and report.last["length"] > report.first["length"]
     assert report.completions[0].reward > report.first["reward"]
-    (probes,) = report.probes
-    assert HOLES["thorough"] in {each.name for each in probes.holes}
     assert not (tmp_path / "run").exists() and report.folder == str(tmp_path / "run-attack-1")
-    json.dumps(report.to_dict())
+    assert report.stopped is None and json.dumps(report.to_dict())
+    probes = probe_rewards(config, ())
+    assert HOLES["thorough"] in {each.name for each in probes[0].holes}
+    print_probes(probes)
     print_attack(report)
     printed = capsys.readouterr().out
     assert "one word, 300 times" in printed and report.completions[0].completion[:20] in printed
@@ -42,18 +44,18 @@ def test_attack_is_paid_for_length(
 def test_probes_of_a_mixture_are_scored_by_each_source_with_its_own_rewards(
     config_of: Callable[..., Config], tmp_path: Path
 ) -> None:
-    rows = [{"prompt": "Say 5 words about the sea."}, {"prompt": "Say 6 words.", "topic": "rain"}]  # uneven columns
+    rows = [{"prompt": f"Say {number} words about the sea."} for number in range(40)]
+    rows += [{"prompt": "Say 6 words.", "topic": "rain"}] * 2  # a column that no row before has
     file = tmp_path / "prompts.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    own = "holed_rewards:concludes"
+    own, of_topic = "holed_rewards:concludes", "holed_rewards:of_topic"
     sources = {
-        "sums": {"path": "arithmetic", "rewards": ["correctness"]},
-        "chat": {"path": str(file), "rewards": [own]},
+        "sums": {"path": "arithmetic", "limit": 100, "rewards": ["correctness"]},
+        "chat": {"path": str(file), "rewards": [own, of_topic]},
     }
-    chat, sums = probe_rewards(
-        config_of(f"data.train={json.dumps(sources)}", f"rewards.functions=[correctness, '{own}']")
-    )
-    assert (chat.source, chat.problems, sums.source, sums.problems) == ("chat", 2, "sums", 8)
+    config = config_of(f"data.train={json.dumps(sources)}", f"rewards.functions=[correctness, '{own}', '{of_topic}']")
+    chat, sums = probe_rewards(config, audit(config, sample=1).columns)
+    assert (chat.source, chat.problems, sums.source, sums.problems) == ("chat", 8, "sums", 8)
     assert sums.holes == () and sums.honest[0].reward == 1.0
     assert {each.name for each in chat.holes} >= {HOLES["concludes"], "'hence', from the reward's source"}
 
@@ -78,8 +80,10 @@ def test_forecast_is_that_of_steps_without_learning(
 @pytest.mark.parametrize("reward", HOLES)
 def test_attack_of_two_minutes_finds_the_hole(config_of: Callable[..., Config], reward: str) -> None:
     """The hole is found by a probe; training finds it too where a small policy can write what is paid."""
-    report = attack(config_of(f"rewards.functions=['holed_rewards:{reward}']", "grpo.max_completion_length=128"))
-    assert HOLES[reward] in {each.name for each in report.probes[0].holes}
+    config = config_of(f"rewards.functions=['holed_rewards:{reward}']", "grpo.max_completion_length=128")
+    (probes,) = probe_rewards(config, ())
+    assert HOLES[reward] in {each.name for each in probes.holes}
+    report = train_against(config, plan_attack(config), seconds=120)
     shown: dict[str, Any] = {"steps": report.steps, "first": report.first, "last": report.last}
     print(reward, json.dumps(shown), [each.completion[:100] for each in report.completions[:3]])
     # The word is beyond a policy that writes sums; no reward falls.

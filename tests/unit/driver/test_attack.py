@@ -1,5 +1,6 @@
 """Tests of the config of an attack's training, and of the completions that it shows."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,22 @@ def config_of(tmp_path: Path, **sections: Any) -> Config:
     return from_mapping({"run": {"name": "r", "storage_path": str(tmp_path)}, **sections})
 
 
+def attacked(config: Config, gpus: int = 0, has_plain_prompts: bool = False) -> Config:
+    return attack_config(config, gpus=gpus, has_plain_prompts=has_plain_prompts)
+
+
 def test_embedded_policy_is_trained_as_in_the_run(tmp_path: Path) -> None:
-    config = config_of(tmp_path, grpo={"prompts_per_step": 4, "learning_rate": 2e-3}, model={"path": "tiny-guess"})
-    attacked = attack_config(config, can_use_gpus=False)
-    assert attacked.run.name == "r-attack-1" and attacked.model == config.model and attacked.cluster == config.cluster
-    assert attacked.grpo.learning_rate == 2e-3 and attacked.grpo.prompts_per_step == 4
-    assert attacked.data.heldout_limit == 1 and attacked.data.limit == 2000
+    grpo = {"prompts_per_step": 4, "learning_rate": 2e-3, "warmup_steps": 0.1}
+    config = config_of(tmp_path, grpo=grpo, model={"path": "tiny-guess"})
+    trial = attacked(config)
+    assert trial.run.name == "r-attack-1" and trial.model == config.model and trial.cluster == config.cluster
+    assert trial.grpo.learning_rate == 2e-3 and trial.grpo.prompts_per_step == 4
+    assert dict(trial.grpo.trl) == {"lr_scheduler_type": "constant"}  # a warm-up would take all steps of an attack
+    assert trial.data.heldout_limit == 32 and trial.data.limit == 2000
+
+
+def test_steps_are_whole_batches(tmp_path: Path) -> None:
+    assert attacked(config_of(tmp_path, grpo={"epochs": 3, "max_steps": 9, "save_steps": 9})).grpo.max_steps == 9999
 
 
 GPU_RUN: dict[str, Any] = {
@@ -39,27 +50,37 @@ GPU_RUN: dict[str, Any] = {
 }  # fmt: skip
 
 
-def test_run_with_gpus_attacks_with_its_own_policy(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("gpus", "workers"), [(8, 8), (20, 8), (7, 4), (1, 1)])
+def test_run_attacks_with_its_own_policy_on_the_gpus_there_are(tmp_path: Path, gpus: int, workers: int) -> None:
     config = config_of(tmp_path, **GPU_RUN)
-    attacked = attack_config(config, can_use_gpus=True)
-    assert (
-        attacked.model == config.model and attacked.cluster == config.cluster and attacked.grpo.trl == config.grpo.trl
-    )
+    trial = attacked(config, gpus)
+    assert trial.model == config.model and trial.cluster == replace(config.cluster, num_workers=workers)
+    assert trial.grpo.trl == {**config.grpo.trl, "lr_scheduler_type": "constant"}
 
 
-def test_run_without_its_gpus_attacks_with_an_embedded_policy(tmp_path: Path) -> None:
-    attacked = attack_config(config_of(tmp_path, **GPU_RUN), can_use_gpus=False)
-    assert attacked.model.path == "tiny-arithmetic" and attacked.model.lora is None
-    assert not attacked.cluster.use_gpu and attacked.cluster.num_workers == 2
-    assert attacked.engine.max_model_len is None and attacked.data.max_prompt_length is None
-    assert attacked.rewards.functions == ("correctness", "boxed_format") and attacked.data.limit == 50
-    assert dict(attacked.grpo.trl) == {"reward_weights": [1.0, 0.2]} and attacked.grpo.max_completion_length == 128
+def test_run_without_gpus_attacks_with_an_embedded_policy(tmp_path: Path) -> None:
+    run = {"name": "r", "storage_path": str(tmp_path), "from_checkpoint": "/other/run"}
+    trial = attacked(from_mapping({**GPU_RUN, "run": run}))
+    assert trial.model.path == "tiny-arithmetic" and trial.model.lora is None and trial.run.from_checkpoint is None
+    assert not trial.cluster.use_gpu and trial.cluster.num_workers == 2
+    assert trial.engine.max_model_len is None and trial.data.max_prompt_length is None
+    assert trial.rewards.functions == ("correctness", "boxed_format") and trial.data.limit == 50
+    assert dict(trial.grpo.trl) == {"reward_weights": [1.0, 0.2]} and trial.grpo.max_completion_length == 128
 
 
-def test_run_with_tools_without_its_gpus_is_refused(tmp_path: Path) -> None:
-    config = config_of(tmp_path, **GPU_RUN | {"rollout": {"tools": ["grpo_ray.tools.python_tool:python"]}})
-    with pytest.raises(ConfigError, match=r"Qwen/Qwen2\.5-7B needs GPUs, which this cluster lacks"):
-        attack_config(config, can_use_gpus=False)
+TOOLS = {"tools": ["grpo_ray.tools.python_tool:python"]}
+
+
+@pytest.mark.parametrize(("rollout", "is_plain"), [(TOOLS, False), ({}, True)])
+def test_run_that_needs_its_own_policy_is_refused_without_gpus_only(
+    tmp_path: Path, rollout: dict[str, Any], is_plain: bool
+) -> None:
+    config = config_of(tmp_path, **GPU_RUN | {"rollout": rollout})
+    with pytest.raises(ConfigError, match=r"Qwen/Qwen2\.5-7B needs GPUs, of which this cluster has 0"):
+        attacked(config, has_plain_prompts=is_plain)
+    assert attacked(config, 2, is_plain).model.path == "Qwen/Qwen2.5-7B"
+    on_cpu = config_of(tmp_path, model={"path": "own/tiny"}, rollout=rollout)
+    assert attacked(on_cpu, has_plain_prompts=is_plain).model.path == "own/tiny"
 
 
 def test_paid_completions_are_the_best_of_the_last_steps_each_text_once(tmp_path: Path) -> None:

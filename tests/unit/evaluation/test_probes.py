@@ -57,8 +57,20 @@ def test_weights_are_those_of_training() -> None:
 
 
 def test_words_are_those_of_texts_and_patterns_of_own_rewards() -> None:
-    config = from_mapping({"rewards": {"functions": ["boxed_format", "holed_rewards:concludes"]}})
-    assert words_of_rewards(config) == ["therefore|hence", "therefore", "hence"]
+    assert words_of_rewards(["boxed_format", "holed_rewards:concludes"]) == ["therefore|hence", "therefore", "hence"]
+    # Of a class, and of the constants that it names in its module
+    words = words_of_rewards(["holed_rewards:Polite"])
+    assert set(words) == {"content", "please", "thank you|thanks", "thank", "you", "thanks"}
+
+
+def test_a_reward_model_of_another_source_is_no_obstacle() -> None:
+    sources = {
+        "sums": {"path": "arithmetic", "rewards": ["correctness"]},
+        "chat": {"path": "x.jsonl", "rewards": ["a/rm"]},
+    }
+    config = from_mapping({"data": {"train": sources}, "rewards": {"functions": ["correctness", "a/rm"]}})
+    report = score_probes(config, "sums", PROBLEMS, load_tokenizer(str(embedded_policy())))
+    assert report.honest[0].reward == 1.0 and report.to_dict()["holes"] == []
 
 
 def test_holes_are_compared_with_honest_completions() -> None:
