@@ -176,6 +176,11 @@ TESTS: dict[str, TestFiles] = {
     "observers/follower.py": TestFiles(unit=("observers/terminal/test_progress.py",), integration=RUNS),
     "driver/preflight/resume_fields.py": TestFiles(unit=("driver/preflight/test_resume_fields.py",), integration=RUNS),
     "driver/stages.py": TestFiles(unit=("driver/test_stages.py",)),
+    "driver/attack.py": TestFiles(unit=("driver/test_attack.py",), integration=("driver/test_check_trials.py",)),
+    "driver/forecast.py": TestFiles(unit=("driver/test_forecast.py",), integration=("driver/test_check_trials.py",)),
+    "driver/trial.py": TestFiles(
+        unit=("driver/test_attack.py", "driver/test_forecast.py"), integration=("driver/test_check_trials.py",)
+    ),
     "driver/summary.py": TestFiles(
         unit=("driver/test_summary.py", "telemetry/test_profiler.py", "test_security.py"), integration=RUNS
     ),
@@ -186,7 +191,10 @@ TESTS: dict[str, TestFiles] = {
     "evaluation/evaluate.py": TestFiles(
         unit=("evaluation/test_evaluate.py", "driver/cluster/test_connection.py"), integration=("test_logical_gpus.py",)
     ),
-    "evaluation/metrics.py": TestFiles(unit=("evaluation/test_metrics.py", "evaluation/test_scores.py")),
+    "evaluation/metrics.py": TestFiles(
+        unit=("evaluation/test_metrics.py", "evaluation/test_scores.py", "evaluation/test_solve.py")
+    ),
+    "evaluation/probes.py": TestFiles(unit=("evaluation/test_probes.py",)),
     "evaluation/scores.py": TestFiles(
         unit=("evaluation/test_scores.py",), integration=("driver/test_heldout_score_run.py",)
     ),
@@ -340,6 +348,9 @@ TESTS: dict[str, TestFiles] = {
     "storage/filesystem.py": STORAGE,
     "storage/jsonl.py": STORAGE,
     "storage/lease.py": TestFiles(unit=("storage/test_lease.py",), fault_injection=("test_drivers.py",)),
+    "storage/records/group_columns.py": TestFiles(
+        unit=("storage/records/test_rollout_files.py", "pages/watch/test_rollouts.py")
+    ),
     "storage/records/rollout_files.py": TestFiles(unit=("storage/records/test_rollout_files.py",)),
     "storage/retry.py": STORAGE,
     "storage/uris.py": STORAGE,
@@ -361,6 +372,60 @@ TESTS: dict[str, TestFiles] = {
 
 FAULTS = (
     # Worker-count invariance, exactly-once and exact savings
+    Fault(
+        "forecast-counts-the-first-batch",
+        "driver/forecast.py",
+        "statistics.median(per_step[1:] or per_step)",
+        "statistics.median(per_step)",
+    ),
+    Fault(
+        "forecast-takes-equal-groups-for-signal",
+        "driver/forecast.py",
+        'size * (1 - row["group/equal_share"])',
+        'size * row["group/equal_share"]',
+    ),
+    Fault(
+        "trial-keeps-the-runs-warm-up",
+        "driver/trial.py",
+        '("lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps")',
+        '("lr_scheduler_type", "lr_scheduler_kwargs")',
+    ),
+    Fault(
+        "trial-trains-on-problems-that-the-run-leaves-out",
+        "driver/trial.py",
+        "if original.exists(UNVERIFIABLE_FILE):",
+        "if False:",
+    ),
+    Fault(
+        "attack-shows-completions-of-all-steps",
+        "driver/attack.py",
+        "first=1 + 2 * steps // 3",
+        "first=1",
+    ),
+    Fault(
+        "attack-starts-more-workers-than-gpus",
+        "driver/attack.py",
+        "range(min(gpus, config.cluster.max_workers), 0, -1)",
+        "range(config.cluster.max_workers, 0, -1)",
+    ),
+    Fault(
+        "probe-that-pays-a-little-is-a-hole",
+        "evaluation/probes.py",
+        "(failure + max(failure, top)) / 2",
+        "failure",
+    ),
+    Fault(
+        "worker-without-heldout-problems-fails",
+        "evaluation/metrics.py",
+        "k = max(1, len(answers) // max(1, len(problems)))",
+        "k = len(answers) // max(1, len(problems))",
+    ),
+    Fault(
+        "single-dataset-gets-a-source",
+        "storage/records/group_columns.py",
+        'return table if has_source else table.drop_columns(["source"])',
+        "return table",
+    ),
     Fault(
         "seed-ignores-epoch",
         "inference/arguments.py",

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,13 @@ from small_runs import rows_of, small_settings
 
 from grpo_ray.config.loader import load_config
 from grpo_ray.config.schema import Config
+from grpo_ray.data.arithmetic import arithmetic_problems
 from grpo_ray.driver.attack import plan_attack, probe_rewards, train_against
 from grpo_ray.driver.forecast import forecast
 from grpo_ray.driver.preflight.audit import audit
+from grpo_ray.driver.stages import UNVERIFIABLE_FILE
 from grpo_ray.driver.tables import print_attack, print_forecast, print_probes
+from grpo_ray.storage.run_folder import RunFolder
 
 
 @pytest.fixture
@@ -64,14 +68,17 @@ def test_forecast_is_that_of_steps_without_learning(
     config_of: Callable[..., Config], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = config_of("grpo.max_steps=100", "grpo.save_steps=10")
+    never = [problem.id for problem in islice(arithmetic_problems("train"), 2)]  # which check has found
+    RunFolder(str(tmp_path), "run").write_json(never, UNVERIFIABLE_FILE)
     found = forecast(config, steps=3)
+    assert json.loads((tmp_path / "run-forecast-1" / UNVERIFIABLE_FILE).read_text()) == never
     rows = rows_of(tmp_path / "run-forecast-1")
     assert found.steps == len(rows) == 3 and found.groups == 3 * config.grpo.prompts_per_step
     equal = sum(row["group/equal_share"] for row in rows) / 3
     assert found.signal.value == pytest.approx(1 - equal)
     assert found.hours * 3600 > found.startup_seconds + 100 * found.step_seconds
     assert rows[-1]["heldout/accuracy"] == found.baseline["heldout"].value  # nothing was learned
-    assert not (tmp_path / "run").exists()
+    assert [file.name for file in (tmp_path / "run").iterdir()] == [UNVERIFIABLE_FILE]
     print_forecast(found, config)
     assert "a gain below" in capsys.readouterr().out
 
