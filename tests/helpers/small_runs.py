@@ -54,9 +54,11 @@ REFERENCE = [
     "grpo.max_steps=5",
     "grpo.save_steps=2",
     "grpo.micro_batch_size=16",
-    # A learning rate that suits a run of this size. Adam normalises the gradient, so a step moves each weight by about
-    # the learning rate, even where the gradient is near zero and consists of rounding errors.
+    # A learning rate that suits a run of this size. Adam normalises the gradient, so with its usual epsilon a step
+    # moves each weight by about the learning rate, even where the gradient is near zero and consists of rounding
+    # errors.
     "grpo.learning_rate=1e-4",
+    "grpo.adam_epsilon=1e-6",
     # A reward that depends on every token, so that equal rewards imply equal completions.
     "rewards.functions=[correctness, 'reward_spies:vary']",
     "run.trace=true",
