@@ -31,6 +31,7 @@ from grpo_ray.rewards.registry import needs_solutions
 from grpo_ray.storage.jsonl import read_metrics
 from grpo_ray.storage.records.rollout_files import read_steps
 from grpo_ray.storage.run_folder import RunFolder
+from grpo_ray.storage.uris import redact_credentials
 
 MAX_STEPS = 10_000
 """Steps that no attack reaches."""
@@ -66,7 +67,7 @@ class AttackReport:
     """Result of the training against a run's rewards."""
 
     policy: str
-    """Policy that was trained, as in `model.path`."""
+    """Policy that was trained, as in `model.path`, without credentials."""
     steps: int
     first: Mapping[str, float]
     """Means over the first `WINDOW` steps: `reward`, `length` of completions in tokens, and `correctness` if the run
@@ -206,7 +207,7 @@ def train_against(config: Config, planned: Config, seconds: float) -> AttackRepo
     steps = int(rows[-1]["step"]) if rows else 0
     rewarded = [row for row in rows if "reward/mean" in row]
     return AttackReport(
-        policy=planned.model.path,
+        policy=redact_credentials(planned.model.path),
         steps=steps,
         first=_means(rewarded[:WINDOW]),
         last=_means(rewarded[-WINDOW:]),

@@ -21,7 +21,6 @@ from grpo_ray.driver.summary import RunSummary, phase_breakdown
 from grpo_ray.models.memory import GIB, GPU_CARDS, CardMemory
 from grpo_ray.observers.terminal.live_view import ASCII, MAX_WIDTH, UNICODE, duration
 from grpo_ray.resilience.chaos import FAULT_KINDS, FaultOutcome
-from grpo_ray.storage.uris import redact_credentials
 from grpo_ray.telemetry.goodput import goodput_rows
 from grpo_ray.telemetry.measures import ACCURACY_MEASURES, recorded_measure
 from grpo_ray.text.display import one_line
@@ -193,8 +192,7 @@ def print_probes(reports: "Sequence[ProbeReport]") -> None:
 def print_attack(report: "AttackReport") -> None:
     """Print what the training against the rewards changed, and the completions that paid most."""
     console = _wide_console()
-    policy = redact_credentials(report.policy)
-    title = f"{policy} trained against the rewards, {report.steps} steps"
+    title = f"{report.policy} trained against the rewards, {report.steps} steps"
     title += f", stopped by {report.stopped}" if report.stopped else ""
     table = Table("", "first steps", "last steps")
     for name, value in report.first.items():

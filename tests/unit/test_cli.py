@@ -113,6 +113,26 @@ def test_second_file_raises(line: str) -> None:
         parse(line.split())
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--seconds", "5"], "--seconds has an effect with --attack only"),
+        (["--attack", "--steps", "5"], "--steps has an effect with --forecast only"),
+        (["--attack", "--price", "2"], "--price has an effect with --forecast only"),
+        (["--attack", "--seconds", "nan"], "--seconds must be between 1 and 86400; got nan"),
+        (["--attack", "--seconds", "0.5"], "--seconds must be between 1 and 86400; got 0.5"),
+        (["--forecast", "--steps", "1"], "--steps must be at least 2"),
+        (["--forecast", "--price", "-1"], "--price must be a number from 0 on; got -1"),
+        (["--forecast", "--price", "inf"], "--price must be a number from 0 on; got inf"),
+    ],
+)
+def test_check_refuses_options_before_anything_is_read(
+    options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["check", "missing.yaml", *options]) == 2
+    assert capsys.readouterr().err.startswith(f"grpo-ray: {message}")
+
+
 def test_missing_file_exits_with_its_name(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "run.seed=3"]) == 2
     assert "there is no config" in capsys.readouterr().err
