@@ -2,8 +2,10 @@
 
 import hashlib
 import json
+import os
 import shutil
-import tempfile
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -194,7 +196,6 @@ def test_export_s3_adapter_of_embedded_policy_is_merged(
     policy: Path,
     tmp_path: Path,
     s3_server: S3Server,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     import torch
 
@@ -211,11 +212,14 @@ def test_export_s3_adapter_of_embedded_policy_is_merged(
     manifest["files"]["adapter_config.json"] = {"bytes": len(text), "sha256": digest}
     (checkpoint / "manifest.json").write_text(json.dumps(manifest))
 
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "scratch"))  # to see what an export leaves there
     (tmp_path / "scratch").mkdir()
     far = RunFolder(s3_server.storage_path, "exported-run")
     far.upload(run)
     where = far.uri_of("checkpoint-000004")
-    assert export(where, tmp_path / "plain") == where
+    command = [sys.executable, "-m", "grpo_ray.cli", "export", where, str(tmp_path / "plain")]
+    environment = os.environ | {"TMPDIR": str(tmp_path / "scratch")}  # to see what an export leaves there
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"the policy of {where} is in" in done.stdout
     assert not list((tmp_path / "scratch").iterdir())
     assert torch.equal(logits(tmp_path / "plain"), logits(exported["adapted"]))

@@ -266,7 +266,8 @@ def test_push_of_a_checkpoint_with_a_link_sends_nothing(
     name: str,
     is_listed: bool,
 ) -> None:
-    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", server.endpoint)  # what HF_ENDPOINT sets
+    # What HF_ENDPOINT sets when the client is imported; a process for each of these refusals would take its imports.
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", server.endpoint)
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     checkpoint, private = checkpoint_of(tmp_path, policy), tmp_path / "private.txt"
     private.write_text("private")
@@ -280,13 +281,14 @@ def test_push_of_a_checkpoint_with_a_link_sends_nothing(
     assert server.repos == {} and not (tmp_path / "plain").exists()
 
 
-def test_push_of_a_checkpoint_without_links_arrives(
-    server: FakeHub, policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", server.endpoint)  # what HF_ENDPOINT sets
-    monkeypatch.setenv("HF_TOKEN", TOKEN)
+def test_push_of_a_checkpoint_without_links_arrives(policy: Path, tmp_path: Path) -> None:
     checkpoint = checkpoint_of(tmp_path, policy)
-    assert main(["export", str(checkpoint), str(tmp_path / "plain"), "--push", "alice/model"]) == 0
+    with fake_hub() as server:
+        words = ["export", str(checkpoint), str(tmp_path / "plain"), "--push", "alice/model"]
+        environment = os.environ | {"HF_ENDPOINT": server.endpoint, "HF_TOKEN": TOKEN, "HF_HUB_DISABLE_XET": "1"}
+        command = [sys.executable, "-m", "grpo_ray.cli", *words]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
     assert server.repos["alice/model"].files == contents(tmp_path / "plain")
 
 

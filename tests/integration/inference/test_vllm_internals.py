@@ -2,8 +2,8 @@
 
 import inspect
 import os
+import secrets
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,9 +31,9 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner as SecondModelRunner
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.worker_base import WorkerBase
 
-from grpo_ray.inference import vllm_internals
 from grpo_ray.inference.cpu_packing import repackable_layers
 from grpo_ray.inference.vllm_internals import (
+    SHARED_MEMORY_FOLDER,
     bound_stream,
     bound_to_current_stream,
     named_shared_memory,
@@ -166,13 +166,16 @@ def test_named_shared_memory_adds_the_token_and_restores_vllm(monkeypatch: pytes
     assert _CPUSHMDistributed.make_group_name(communicator) == default
 
 
-def test_unlink_shared_memory_deletes_names_with_the_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # In place of /dev/shm, in which other processes of this machine have files.
-    monkeypatch.setattr(vllm_internals, "SHARED_MEMORY_FOLDER", tmp_path)
-    for name in ("abc-tp:0", "sem.abc-tp:0", "other-tp:0"):
-        (tmp_path / name).touch()
-    unlink_shared_memory("abc")
-    assert [path.name for path in tmp_path.iterdir()] == ["other-tp:0"]
+def test_unlink_shared_memory_deletes_names_with_the_token() -> None:
+    token, other = secrets.token_hex(8), secrets.token_hex(8)
+    own = [SHARED_MEMORY_FOLDER / name for name in (f"{token}-tp:0", f"sem.{token}-tp:0")]
+    left = SHARED_MEMORY_FOLDER / f"{other}-tp:0"
+    for file in (*own, left):
+        file.touch()
+    unlink_shared_memory(token)
+    assert not any(file.exists() for file in own) and left.exists()
+    unlink_shared_memory(other)
+    assert not left.exists()
 
 
 def engine_with(runner: object) -> Any:
