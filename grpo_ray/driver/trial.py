@@ -4,6 +4,7 @@ A trial goes through the driver, the workers and the records of any run, so that
 own run folder is only read.
 """
 
+import itertools
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -17,8 +18,6 @@ from grpo_ray.errors import GrpoRayError
 from grpo_ray.observers.feed import RunObserver
 from grpo_ray.storage.run_folder import RunFolder
 
-MAX_TRIALS = 1000
-"""Largest number of trial folders of one run."""
 SCHEDULE_FIELDS = ("lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps")
 """TRL's fields of a learning rate that changes over the steps of a run."""
 
@@ -42,7 +41,7 @@ class StoppedTrialError(GrpoRayError):
 
 def trial_run(config: Config, kind: Literal["attack", "forecast"]) -> RunConfig:
     """Return the section `run` of a trial: a new folder beside the run's, and nothing that leaves the machine."""
-    names = (f"{config.run.name}-{kind}-{number}" for number in range(1, MAX_TRIALS))
+    names = (f"{config.run.name}-{kind}-{number}" for number in itertools.count(1))
     folders = (RunFolder(config.run.storage_path, name, config.run.storage_retry_seconds) for name in names)
     free = next(folder for folder in folders if not folder.exists())
     return replace(
