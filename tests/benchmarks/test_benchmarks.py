@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
+import worker_group
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -38,13 +39,10 @@ def run(script: str, *arguments: object, environment: Mapping[str, str] | None =
 
 def output_of(*arguments: str, environment: Mapping[str, str] | None = None) -> str:
     """Run Python with the arguments; return its output."""
-    # The folder of the rewards of the tests, which the fixture `cluster` adds only where another test has asked for it.
-    paths = os.pathsep.join(filter(None, [str(HELPERS), os.environ.get("PYTHONPATH")]))
-    inherited = os.environ | {"RAY_ADDRESS": "local", "PYTHONPATH": paths}
     done = subprocess.run(
         [sys.executable, *arguments],
         cwd=ROOT,
-        env=inherited | ONE_THREAD | dict(environment or {}),
+        env=environment_of(environment),
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -53,13 +51,44 @@ def output_of(*arguments: str, environment: Mapping[str, str] | None = None) -> 
     return done.stdout
 
 
-@pytest.fixture
-def run_here(cluster: None, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Return a function that runs a script in this process and returns its output.
+def environment_of(more: Mapping[str, str] | None) -> dict[str, str]:
+    """Return the environment variables of a script."""
+    # The folder of the rewards of the tests, which the fixture `cluster` adds only where another test has asked for it.
+    paths = os.pathsep.join(filter(None, [str(HELPERS), os.environ.get("PYTHONPATH")]))
+    return os.environ | {"RAY_ADDRESS": "local", "PYTHONPATH": paths} | ONE_THREAD | dict(more or {})
 
-    For scripts whose runs are in their own process. They use the tests' cluster as the tests do, as parts of one Ray
-    job: its workers are forked from warm servers, those of another job import all libraries (`warm_start.py`).
+
+@pytest.fixture
+def run_forked(tmp_path: Path) -> Callable[..., str]:
+    """Return a function as `run`, for scripts that spend most of a small run on the import of torch and TRL.
+
+    Their processes are forked from one that has imported them. Their temporary folders are below the test's.
     """
+
+    def run_script(script: str, *arguments: object) -> str:
+        output = tmp_path / "output"
+        environment = environment_of({"TMPDIR": str(tmp_path)})
+        status = worker_group.run_script(HERE / script, [*map(str, arguments)], output, environment)
+        text = output.read_text()
+        assert status == 0, text
+        return text
+
+    return run_script
+
+
+@pytest.fixture
+def run_here(cluster: None, run_in_process: Callable[..., str]) -> Callable[..., str]:
+    """Return `run_in_process`, for scripts whose runs use the tests' cluster as the tests do.
+
+    As parts of one Ray job, their workers are forked from warm servers; those of another job import all libraries
+    (`warm_start.py`).
+    """
+    return run_in_process
+
+
+@pytest.fixture
+def run_in_process(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Return a function that runs a script in this process and returns its output."""
     monkeypatch.setattr(sys, "path", [str(HERE), *sys.path])
     for name in ("PYTHONPATH", "OMP_NUM_THREADS"):
         monkeypatch.setenv(name, os.environ.get(name, ""))  # set by some scripts, and restored after the test
@@ -243,8 +272,8 @@ def test_bench_long_run_measures_memory_and_the_page() -> None:
     assert numbers(r"peak of the process (\d+) MiB; files .*'metrics.jsonl': (\d+)", text)[1] > 10_000
 
 
-def test_bench_weight_proof_measures_a_proof() -> None:
-    (row,) = cells(run("bench_weight_proof.py", "--only", "embedded", "--repeats", 1), "embedded")
+def test_bench_weight_proof_measures_a_proof(run_forked: Callable[..., str]) -> None:
+    (row,) = cells(run_forked("bench_weight_proof.py", "--only", "embedded", "--repeats", 1), "embedded")
     weights, seconds, memory = (float(cell.replace(",", "")) for cell in row[2:5])
     assert weights == 0.6 and seconds > 0 and 0 <= memory < 100  # the embedded policy's may fit into free memory
 
@@ -272,15 +301,15 @@ def test_bench_sampling_measures_every_sampler() -> None:
         assert all(numbers(rf"[:,] {sampler} ([\d.]+) ms \(wall ([\d.]+)\)", text))
 
 
-def test_bench_savings_measures_every_variant() -> None:
-    text = run("bench_savings.py", "--steps", 1, "--dead", 4, "--layers", 1, "--longest", 16, "--threads", 1)
+def test_bench_savings_measures_every_variant(run_forked: Callable[..., str]) -> None:
+    text = run_forked("bench_savings.py", "--steps", 1, "--dead", 4, "--layers", 1, "--longest", 16, "--threads", 1)
     assert "50% of groups without signal" in text
     for variant in ("stock TRL", "one pass", "and rows", "and padding", "and labels only", "and shifted"):
         assert all(numbers(rf"[:,] {variant} ([\d.]+) s \(([\d.]+)x\)", text))
 
 
-def test_bench_sharding_measures_every_way() -> None:
-    text = run("bench_sharding.py", "--parameters-millions", 1, "--workers", 2)
+def test_bench_sharding_measures_every_way(run_in_process: Callable[..., str]) -> None:
+    text = run_in_process("bench_sharding.py", "--parameters-millions", 1, "--workers", 2)
     rows = cells(text, "2 ")
     assert [row[1] for row in rows] == ["whole", "gathered", "sharded"]
     for row in rows:
@@ -306,10 +335,9 @@ def test_bench_confinement_compares_both_levels(tmp_path: Path) -> None:
         assert free > 0 and confined > 0 and ratio > 0
 
 
-def test_bench_tools_compares_ours_with_stock_trl(tmp_path: Path) -> None:
+def test_bench_tools_compares_ours_with_stock_trl(run_forked: Callable[..., str]) -> None:
     # Its tools' folders are not among those of the integration tests, which assert that theirs are removed.
-    apart = {"TMPDIR": str(tmp_path)}
-    (row,) = cells(run("bench_tools.py", "--pairs", 1, "--steps", 3, "--delays", "0.1 s", environment=apart), "0.1 s")
+    (row,) = cells(run_forked("bench_tools.py", "--pairs", 1, "--steps", 3, "--delays", "0.1 s"), "0.1 s")
     stock, ours, ratio, slowest = map(float, row[1:])
     assert slowest == 0.2  # two calls of a tenth of a second
     assert 0.2 < ours < stock and ratio > 1

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from faulty_runs import start
@@ -54,6 +54,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @dataclass(frozen=True)
 class Machine:
     """The GPU under test, or the CPU in its place."""
+
+    steps: ClassVar = ("grpo.max_steps=4", "grpo.save_steps=2", "data.limit=24")
+    """Settings of `whole`, and of runs that are compared with it."""
 
     dry: bool
     policies: Path
@@ -134,6 +137,11 @@ class Machine:
             assert process.returncode == 0, output
             print(output)
         return self.folder / name
+
+    @cached_property
+    def whole(self) -> Path:
+        """A run that nothing disturbs, which the tests of one process share."""
+        return self.train("whole", *self.steps)
 
     def command(self, *words: str) -> None:
         """Run `grpo-ray` to its end."""

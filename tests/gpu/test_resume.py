@@ -12,8 +12,6 @@ from small_runs import events_of, same_weights
 
 from grpo_ray.resilience.chaos import Fault
 
-STEPS = ("grpo.max_steps=4", "grpo.save_steps=2", "data.limit=24")
-
 
 def used_problems(outcome: dict[str, Any]) -> list[tuple[int, int, str]]:
     """Return step, epoch and problem of each group of a run, in order."""
@@ -21,10 +19,10 @@ def used_problems(outcome: dict[str, Any]) -> list[tuple[int, int, str]]:
 
 
 def test_killed_run_resumes_with_the_weights_of_its_checkpoint(machine: Any) -> None:
-    whole = outcome_of(machine.train("whole", *STEPS))
+    whole = outcome_of(machine.whole)
     # Killed as soon as a checkpoint is complete: writing one takes longer than several steps of this policy, and a
     # worker that is killed meanwhile begins again at the checkpoint before.
-    folder = machine.train("killed", *STEPS, faults=[Fault("kill-commit", step=2)])
+    folder = machine.train("killed", *machine.steps, faults=[Fault("kill-commit", step=2)])
     killed = outcome_of(folder)
     assert [event["step"] for event in events_of(folder, "began")] == [0, 2]
     assert used_problems(killed) == used_problems(whole)
@@ -33,7 +31,7 @@ def test_killed_run_resumes_with_the_weights_of_its_checkpoint(machine: Any) -> 
     if machine.dry:
         same(killed, whole)
     # Two more steps that move nothing: a weight that differs afterwards was not restored exactly.
-    still = outcome_of(machine.train("killed", *STEPS, "grpo.max_steps=6", "grpo.learning_rate=0"))
+    still = outcome_of(machine.train("killed", *machine.steps, "grpo.max_steps=6", "grpo.learning_rate=0"))
     assert [event["step"] for event in events_of(folder, "began")] == [0, 2, 4]
     assert len(used_problems(still)) > len(used_problems(killed))
     assert same_weights(still["weights"], killed["weights"])

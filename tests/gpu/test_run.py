@@ -8,7 +8,7 @@ from small_runs import rows_of, weights_of
 
 
 def test_train_eval_and_export_on_a_gpu(machine: Any, tmp_path: Path) -> None:
-    folder = machine.train("run", "grpo.max_steps=4", "grpo.save_steps=2")
+    folder = machine.whole
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["steps"] == 4 and summary["heldout_after"] is not None
     rows = [row for row in rows_of(folder) if "engine/logprob_gap_mean" in row]

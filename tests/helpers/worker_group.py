@@ -2,12 +2,15 @@
 
 import multiprocessing
 import os
+import runpy
 import socket
+import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -39,6 +42,36 @@ def start_processes(function: Callable[..., Any], arguments: Sequence[tuple[Any,
     for process in processes:
         process.start()
     return processes
+
+
+def run_script(
+    script: Path, arguments: Sequence[str], output: Path, environment: Mapping[str, str], limit: float = 600
+) -> int:
+    """Run a Python script in a process that has imported the libraries; return its exit status.
+
+    The output of the script and of its children is written to a file. A script that is not done after `limit` seconds
+    is killed, and its status is -9.
+    """
+    [process] = start_processes(_run_script, [(script, list(arguments), output, dict(environment))])
+    process.join(limit)
+    process.kill()
+    process.join()
+    return int(process.exitcode)
+
+
+def _run_script(script: Path, arguments: list[str], output: Path, environment: dict[str, str]) -> None:
+    import torch
+
+    with output.open("w") as file:
+        for stream in (1, 2):
+            os.dup2(file.fileno(), stream)
+    os.environ.clear()
+    os.environ.update(environment)
+    torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", "1")))
+    sys.argv = [str(script), *arguments]
+    sys.path.insert(0, str(script.parent))  # as Python does for a script
+    sys.path[1:1] = [each for each in environment.get("PYTHONPATH", "").split(os.pathsep) if each]
+    runpy.run_path(str(script), run_name="__main__")
 
 
 def run_workers(
