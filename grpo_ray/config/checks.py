@@ -622,6 +622,15 @@ def reward_names_differ(config: "Config") -> str | None:
     return None
 
 
+def limits_are_of_isolated_rewards(config: "Config") -> str | None:
+    """Require `rewards.isolate` for the limits of isolated functions."""
+    rewards, defaults = config.rewards, type(config.rewards)()
+    for name in ("isolate_seconds", "isolate_memory_gib"):
+        if not rewards.isolate and (given := getattr(rewards, name)) != getattr(defaults, name):
+            return f"rewards.{name}={given} has no effect with rewards.isolate=false; set rewards.isolate=true"
+    return None
+
+
 def heldout_score_is_known(config: "Config") -> str | None:
     """Require `heldout.score` to be a score that this run has."""
     for source in dict.fromkeys(map(config.source_of, config.heldout_keys)):
@@ -728,6 +737,7 @@ CHECKS: tuple[Callable[["Config"], str | None], ...] = (
     sharded_learner_has_workers,
     every_reward_has_a_weight,
     reward_names_differ,
+    limits_are_of_isolated_rewards,
     sources_name_what_exists,
     heldout_score_is_known,
     eased_conciseness_knows_the_success_rate,

@@ -372,6 +372,13 @@ class RewardsConfig:
     0: none."""
     time_limit: Annotated[float, Field(gt=0, le=3600)] = 3.0
     """Time limit in seconds for grading one completion; at the limit the completion counts as wrong."""
+    isolate: bool = False
+    """Run your own functions (package.module:function) in processes of their own, without a GPU: one that hangs, exits
+    or raises an error gives None, counted in reward/failed_share, and the run goes on."""
+    isolate_seconds: Annotated[float, Field(gt=0, le=86400)] = 60.0
+    """Time limit in seconds for one call of an isolated function."""
+    isolate_memory_gib: Annotated[float, Field(ge=0.25)] | None = None
+    """Memory limit in GiB for the process of an isolated function: its address space. null: none."""
 
 
 @dataclass(frozen=True, kw_only=True)

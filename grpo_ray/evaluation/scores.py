@@ -11,7 +11,7 @@ from grpo_ray.config.schema import Config
 from grpo_ray.data.problem import Problem
 from grpo_ray.rewards.environment import COLUMN as ENVIRONMENT_REWARD
 from grpo_ray.rewards.outside_training import read_rewards, reward_arguments
-from grpo_ray.rewards.registry import heldout_correctness, load_reward, load_rewards
+from grpo_ray.rewards.registry import heldout_correctness, load_rewards, own_reward
 from grpo_ray.storage.records.conversation_columns import ConversationRecord
 
 Messages = Sequence[Mapping[str, Any]]
@@ -128,8 +128,9 @@ def heldout_score(config: Config, source: str = "") -> HeldoutScore:
         return HeldoutScore(lambda problems, answers: [_limited(each.reward) for each in answers], is_share=True)
     if name == "reward":
         return combined_reward(config, source)
-    function = load_reward(name, **config.rewards.settings.get(name, {}))
-    return HeldoutScore(WeightedRewards([function], [reward_name(name)], [1.0]), reads_messages=True)
+    return HeldoutScore(
+        WeightedRewards([own_reward(config.rewards, name)], [reward_name(name)], [1.0]), reads_messages=True
+    )
 
 
 def combined_reward(config: Config, source: str = "") -> HeldoutScore:

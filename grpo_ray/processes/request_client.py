@@ -1,11 +1,15 @@
 """Client of a process that answers one request at a time, under limits that it sets on itself (`request_server.py`)."""
 
+import contextlib
 import math
+import os
+import signal
 import socket
 from collections.abc import Callable
 
 from grpo_ray.processes.child import Child, start_child
 from grpo_ray.processes.messages import frame, receive_frame
+from grpo_ray.processes.process_tree import process_state
 from grpo_ray.processes.request_server import READY
 
 
@@ -30,6 +34,11 @@ class RequestClient:
         """Process id; None if no process was started."""
         return None if self._child is None else self._child.process.pid
 
+    @property
+    def has_ended(self) -> bool:
+        """True if there is no process, or one that has ended."""
+        return self._child is None or process_state(self._child.process.pid) in ("", "Z")
+
     def start(self) -> Child:
         """Start the process, unless it runs; do not wait until it is ready."""
         if self._child is None:
@@ -45,11 +54,14 @@ class RequestClient:
             self.stop()
         return self._is_ready
 
-    def ask(self, request: bytes, max_bytes: float = math.inf) -> tuple[bytes | None, int | None]:
+    def ask(
+        self, request: bytes, max_bytes: float = math.inf, seconds: float | None = None
+    ) -> tuple[bytes | None, int | None]:
         """Send a request and wait for its answer.
 
         Args:
             max_bytes: largest answer; a process that sends a larger one is ended.
+            seconds: time limit of each part of the exchange, after which the process is ended; None: no limit.
 
         Returns:
             The answer, and None; or None, and the exit code of the process, which has ended. The exit code is None too
@@ -57,15 +69,22 @@ class RequestClient:
         """
         if not self.wait_until_ready():
             return None, None
-        answer = _exchange(self.start().sock, request, max_bytes)
+        sock = self.start().sock
+        sock.settimeout(seconds)
+        answer = _exchange(sock, request, max_bytes)
         return answer, self.stop() if answer is None else None
 
     def stop(self) -> int | None:
-        """Kill the process and return its exit code, its own if it was already exiting; None without a process."""
+        """Kill the process, and those that it has started, and return its exit code; None without a process.
+
+        A process that was already exiting keeps its own exit code.
+        """
         child, self._child = self._child, None
         if child is None:
             return None
-        child.process.kill()  # an exiting process keeps its exit code; one whose connection closes first would exit
+        # It leads a group (`child.py`). If its connection closed first, it would exit with another code.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.process.pid, signal.SIGKILL)
         code = child.process.wait()
         child.sock.close()
         return code

@@ -36,6 +36,14 @@ def completion_text(completion: Completion) -> str:
     return message_text(completion[-1])
 
 
+def select_rows(arguments: Mapping[str, Any], places: Sequence[int]) -> dict[str, Any]:
+    """Return the keyword arguments of a reward for some of the completions: the same places of each list."""
+    return {
+        name: [value[place] for place in places] if isinstance(value, list) else value
+        for name, value in arguments.items()
+    }
+
+
 def transcript(messages: Sequence[Mapping[str, Any]]) -> str:
     """Format a conversation as readable text, with each tool call and each result on its own lines."""
     parts = []

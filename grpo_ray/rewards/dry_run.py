@@ -10,6 +10,7 @@ from grpo_ray.config.reward_names import reward_name
 from grpo_ray.config.schema import RewardsConfig
 from grpo_ray.data.problem import Problem
 from grpo_ray.models.plain_prompts import uses_plain_prompts
+from grpo_ray.rewards.isolated import IsolatedReward
 from grpo_ray.rewards.outside_training import read_rewards, reward_arguments
 from grpo_ray.rewards.registry import load_rewards
 from grpo_ray.rewards.solution_check import boxed_completion, stated_answer
@@ -81,7 +82,8 @@ def dry_run_reward(
     texts = [text for _, text in rows]
     messages = [[{"role": "assistant", "content": text}] for text in texts]
     completions = texts if uses_plain_prompts(tokenizer) else messages
-    returned = reward(
+    call = reward.try_once if isinstance(reward, IsolatedReward) else reward  # a failure here is the user's to mend
+    returned = call(
         **reward_arguments([problem for problem, _ in rows], completions, tokenizer(texts)["input_ids"], names)
     )
     rewards = read_rewards(name, asyncio.run(returned) if inspect.iscoroutine(returned) else returned, len(rows))

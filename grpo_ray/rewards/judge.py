@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 from grpo_ray.errors import RewardError
 from grpo_ray.rewards.completions import Completion, completion_text
 from grpo_ray.rewards.json_format import answer_text
+from grpo_ray.rewards.metrics import FAILED_SHARE
 from grpo_ray.rewards.verdicts import Verdict, process_store
 from grpo_ray.text.messages import message_text
 
@@ -61,7 +62,7 @@ class Judge:
     """Reward from a judge's score of a completion: 0.0 for the lowest score to 1.0 for the highest.
 
     A question that gets no valid answer gives its completions no reward (None), and is counted in the metric
-    `reward/judge_failed_share`. Verdicts are kept in the run folder (`verdicts`), so no question is asked twice.
+    `reward/failed_share`. Verdicts are kept in the run folder (`verdicts`), so no question is asked twice.
     """
 
     def __init__(
@@ -161,13 +162,13 @@ class Judge:
             cost = sum(price * count / 1e6 for price, count in zip(self.prices, tokens, strict=True))
             store.add(new, cost)
             known |= new
-            log_metric("judge_failed_share", sum(None in each.verdicts for each in answers) / len(answers))
             if max(self.prices):
                 log_metric("judge_cost", cost)
         rewards: list[Verdict] = [None] * len(completions)
         for question in questions:
             for place, row in enumerate(question.rows):
                 rewards[row] = known[_row_key(question, place)]
+        log_metric(FAILED_SHARE, rewards.count(None) / len(rewards))
         return rewards
 
     @cached_property

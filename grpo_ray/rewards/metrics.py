@@ -9,8 +9,11 @@ from grpo_ray.text.redaction import redact
 PREFIX = "reward/"
 """First part of the name of every metric that a reward records."""
 
-OF_GRADING = frozenset({"verifier_timeouts", "unscorable_share", "undecided_share"})
-"""Metrics of the reward `correctness`. A reward that grades with it may record them by their full names."""
+FAILED_SHARE = f"{PREFIX}failed_share"
+"""Metric of a call of a judge or an isolated reward: the share of its completions without a reward, as it failed."""
+
+OF_GRADING = frozenset({"verifier_timeouts", "unscorable_share", "undecided_share", "failed_share"})
+"""Metrics of rewards that grade or may fail. A reward that does so too may record them by their full names."""
 
 
 def reward_metric(name: Any, value: Any, rewards: Collection[str]) -> tuple[str, float]:

@@ -21,6 +21,7 @@ from grpo_ray.rewards.code_tests import CodeTests
 from grpo_ray.rewards.correctness import accuracy_reward, start_grading
 from grpo_ray.rewards.environment import environment_reward
 from grpo_ray.rewards.format import boxed_format, tag_format, think_format
+from grpo_ray.rewards.isolated import IsolatedReward, Limits, StatefulIsolatedReward
 from grpo_ray.rewards.json_format import JsonFormat
 from grpo_ray.rewards.judge import Judge
 from grpo_ray.rewards.length import EasedConciseness, conciseness, cosine_length, repetition_penalty, soft_overlong
@@ -92,13 +93,9 @@ def load_reward(name: str, **settings: Any) -> Callable[..., Any]:
     function = _import_function(name) if ":" in name else REWARDS.get(name)
     if function is None:
         raise RewardError(f"unknown reward {name!r}{_suggestion(name, REWARDS)}; known: {', '.join(REWARDS)}")
-    _check_settings(name, function, settings)
+    _check_function(name, function, settings)
     short_name = name.rpartition(":")[2]
     if inspect.isclass(function):
-        if inspect.iscoroutinefunction(function.__call__):
-            raise RewardError(
-                f"reward {name!r} has an asynchronous __call__, which TRL does not await; use an `async def` function"
-            )
         instance: Any = function(**settings)
         instance.__name__ = short_name
         return instance
@@ -113,6 +110,15 @@ def _keyword_only(function: Callable[..., Any]) -> frozenset[str]:
     """Return the names of a function's keyword-only parameters."""
     parameters = inspect.signature(function).parameters.values()
     return frozenset(each.name for each in parameters if each.kind is each.KEYWORD_ONLY)
+
+
+def _check_function(name: str, function: Callable[..., Any], settings: Mapping[str, Any]) -> None:
+    """Raise RewardError for a class that TRL would call wrongly, and for wrong settings."""
+    _check_settings(name, function, settings)
+    if inspect.isclass(function) and inspect.iscoroutinefunction(function.__call__):
+        raise RewardError(
+            f"reward {name!r} has an asynchronous __call__, which TRL does not await; use an `async def` function"
+        )
 
 
 def _check_settings(name: str, function: Callable[..., Any], settings: Mapping[str, Any]) -> None:
@@ -163,13 +169,30 @@ def load_rewards(config: RewardsConfig, names: Sequence[str] | None = None) -> l
             settings = of_fields | settings
         elif name == "cosine_length":  # with the same verifier processes as `correctness`
             settings = {"strict": config.strict, "time_limit": config.time_limit} | settings
-        if is_reward_model(name):
+        if config.isolate and ":" in name:
+            loaded.append(isolated_reward(config, name, settings))
+        elif is_reward_model(name):
             if name.startswith(("/", "./", "../")) and not Path(name, "config.json").is_file():
                 raise RewardError(f"rewards.functions: the reward model {name} does not exist: it has no config.json")
             loaded.append(name)
         else:
             loaded.append(load_reward(name, **settings))
     return loaded
+
+
+def isolated_reward(config: RewardsConfig, name: str, settings: Mapping[str, Any]) -> IsolatedReward:
+    """Return a function or class of the user as a reward in a process of its own. Raises RewardError."""
+    function = _import_function(name)
+    _check_function(name, function, settings)
+    limits = Limits(seconds=config.isolate_seconds, memory_gib=config.isolate_memory_gib)
+    is_stateful = inspect.isclass(function) and hasattr(function, "state_dict")
+    return (StatefulIsolatedReward if is_stateful else IsolatedReward)(name, settings, limits)
+
+
+def own_reward(config: RewardsConfig, name: str) -> Callable[..., Any]:
+    """Load a function of the user, isolated where the config says so. Raises RewardError."""
+    settings = config.settings.get(name, {})
+    return isolated_reward(config, name, settings) if config.isolate else load_reward(name, **settings)
 
 
 def correctness_settings(config: RewardsConfig) -> dict[str, Any]:

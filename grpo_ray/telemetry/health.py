@@ -32,6 +32,7 @@ LEAST_BATCHES = 3
 """Generation batches that a median is taken over if a window has fewer."""
 UNSCORABLE = {
     "reward/unscorable_share": "no verdict, as their solution cannot be parsed",
+    "reward/failed_share": "no reward from a judge or an isolated function, which failed",
     "rollout/lost_share": "no score, as their environment was lost or the remote sandbox was unreachable",
 }
 """Metric, a share of completions without a score -> missing result and its cause, for messages."""

@@ -70,6 +70,10 @@ METRICS: dict[str, tuple[str, str]] = {
         "reward/unscorable_share",
         "Share of completions without a verdict, because the solution could not be parsed.",
     ),
+    "reward/failed_share": (
+        "reward/failed_share",
+        "Share of completions per call of a judge, or with rewards.isolate of a function, whose reward failed.",
+    ),
     "reward/undecided_share": (
         "reward/undecided_share",
         "Share of completions that count as wrong because the form of their answer could not be compared.",

@@ -329,6 +329,11 @@ TESTS: dict[str, TestFiles] = {
     ),
     "rewards/choice.py": TestFiles(unit=("rewards/test_choice.py",)),
     "rewards/json_format.py": TestFiles(unit=("rewards/test_json_format.py",)),
+    "processes/request_client.py": TestFiles(unit=("processes/test_request_client.py", "rewards/test_isolated.py")),
+    "rewards/isolated.py": TestFiles(unit=("rewards/test_isolated.py",), integration=("rewards/test_isolated_run.py",)),
+    "rewards/isolated_process.py": TestFiles(
+        unit=("rewards/test_isolated.py",), integration=("rewards/test_isolated_run.py",)
+    ),
     "rewards/judge.py": TestFiles(unit=("rewards/test_judge.py",), integration=("rewards/test_judge_run.py",)),
     "rewards/verdicts.py": TestFiles(unit=("rewards/test_judge.py",), integration=("rewards/test_judge_run.py",)),
     "rewards/registry.py": TestFiles(
@@ -1170,6 +1175,36 @@ FAULTS = (
         "rewards/judge.py",
         "type(each) in (int, float) and self.lowest <= each <= self.highest for each in scores",
         "type(each) in (int, float) for each in scores",
+    ),
+    Fault(
+        "isolated-reward-fails-for-single-completions",
+        "rewards/isolated.py",
+        "places.setdefault(json.dumps(prompt), []).append(place)",
+        "places[str(place)] = [place]",
+    ),
+    Fault(
+        "isolated-reward-keeps-the-state-of-a-failed-call",
+        "rewards/isolated.py",
+        "if self._state is not None:  # the call may have left it half changed",
+        "if False:",
+    ),
+    Fault(
+        "isolated-reward-restarts-without-end",
+        "rewards/isolated.py",
+        "if self._ends >= MAX_ENDS:",
+        "if False:",
+    ),
+    Fault(
+        "random-numbers-of-isolated-rewards-differ",
+        "rewards/isolated_process.py",
+        "random.seed(digest)",
+        "random.seed()",
+    ),
+    Fault(
+        "processes-of-an-isolated-reward-outlive-it",
+        "processes/request_client.py",
+        "os.killpg(child.process.pid, signal.SIGKILL)",
+        "child.process.kill()",
     ),
     Fault(
         "heldout-score-without-weights",

@@ -27,6 +27,7 @@ CONFINEMENT = "unit/processes/test_confinement.py"
 ISOLATION = "unit/processes/test_isolation.py"
 SECCOMP = "unit/processes/test_seccomp.py"
 PYTHON_TOOL = "integration/tools/test_python_tool.py"
+ISOLATED = "unit/rewards/test_isolated.py"
 SANDBOX = "integration/tools/test_sandbox.py"
 REMOTE = "unit/tools/test_remote_python.py"
 REMOTE_POOL = "integration/tools/test_remote_python.py"
@@ -207,6 +208,12 @@ TESTS: Mapping[str, tuple[str, ...]] = {
     "own-supervisor": (
         f"{POLICY_CODE}::test_supervisor_has_no_secrets",
         f"{POLICY_CODE}::test_memory_of_supervisor_and_environment_is_hidden",
+    ),
+    "own-rewards": (
+        f"{ISOLATED}::test_failure_costs_the_completions_of_its_problem_their_reward",
+        f"{ISOLATED}::test_call_beyond_its_time_has_no_reward",
+        f"{ISOLATED}::test_processes_of_the_function_end_with_it",
+        "integration/rewards/test_isolated_run.py::test_run_goes_on_where_its_reward_fails_and_is_exact_when_killed",
     ),
     "own-confine": (
         f"{PYTHON_TOOL}::test_own_tools_are_confined_if_the_user_wishes",

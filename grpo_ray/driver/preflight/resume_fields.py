@@ -130,6 +130,7 @@ APPLIED: dict[str, tuple[str, ...]] = {
         "rollout.max_result_tokens",
         "rollout.sandbox_url", "rollout.sandbox_provider", "rollout.sandbox_token_variable",
         "rewards.functions", "rewards.settings", "rewards.strict", "rewards.boolean_share", "rewards.time_limit",
+        "rewards.isolate", "rewards.isolate_seconds", "rewards.isolate_memory_gib",
         "grpo.max_completion_length", "grpo.advantages", "grpo.dynamic_sampling", "grpo.generate_ahead",
         "grpo.max_grad_norm",
         "grpo.router_aux_loss_coef", "grpo.temperature", "grpo.top_p", "grpo.top_k", "grpo.min_p",

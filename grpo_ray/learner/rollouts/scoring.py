@@ -23,6 +23,7 @@ from grpo_ray.errors import RewardError
 from grpo_ray.learner.collectives import Workers
 from grpo_ray.learner.rollouts.rollout import Completions, Rows
 from grpo_ray.models.plain_prompts import plain_text, uses_plain_prompts
+from grpo_ray.rewards.completions import select_rows
 from grpo_ray.rewards.environment import COLUMN as ENVIRONMENT_REWARD
 from grpo_ray.rewards.metrics import reward_metric
 from grpo_ray.telemetry.profiler import PhaseProfiler
@@ -224,14 +225,6 @@ class Scorer:
             total, count = sums.sum(dim=0).tolist()
             averages[name] = total / count
         return averages
-
-
-def select_rows(arguments: Mapping[str, Any], places: Sequence[int]) -> dict[str, Any]:
-    """Return the arguments of a reward for some of the completions: the same places of each list."""
-    return {
-        name: [value[place] for place in places] if isinstance(value, list) else value
-        for name, value in arguments.items()
-    }
 
 
 async def _gather(coroutines: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:

@@ -50,7 +50,7 @@ def test_killed_run_of_a_moody_judge_ends_with_the_same_bits(small_run: Callable
         assert len(server.requests) == 2 * asked
     assert same_weights(weights_of(killed.latest_checkpoint), weights_of(whole.latest_checkpoint))
     for rows in (rows_of(folder), rows_of(other)):
-        assert [row["reward/judge_failed_share"] for row in rows if "reward/judge_failed_share" in row]
+        assert [row["reward/failed_share"] for row in rows if "reward/failed_share" in row]
     means = [[row["reward/mean"] for row in rows_of(each)] for each in (folder, other)]
     assert means[0] == means[1] and len(set(means[0])) > 1
 
@@ -60,5 +60,5 @@ def test_run_with_a_judge_that_is_down_goes_on_and_counts(small_run: Callable[..
         options = ("rewards.functions=[judge, correctness]", settings(server, attempts=1), *STEPS)
         _, folder = small_run("down", *options, "grpo.max_steps=2")
     rows = rows_of(folder)
-    assert [row["reward/judge_failed_share"] for row in rows] == [1.0] * 2
+    assert [row["reward/failed_share"] for row in rows] == [1.0] * 2
     assert all(row["reward/correctness_mean"] == pytest.approx(row["reward/mean"]) for row in rows)

@@ -281,6 +281,7 @@ VIOLATIONS = {
     "sharded_learner_has_workers": ["cluster.shard_learner=true", "cluster.num_workers=1"],
     "every_reward_has_a_weight": ["grpo.reward_weights=[1, 2]"],
     "reward_names_differ": ["rewards.functions=[correctness, correctness]"],
+    "limits_are_of_isolated_rewards": ["rewards.isolate_seconds=5"],
     "sources_name_what_exists": ["data.train={a: {path: arithmetic, rewards: [boxed_format]}}"],
     "heldout_score_is_known": ["heldout.score=corectness"],
     "eased_conciseness_knows_the_success_rate": ["rewards.functions=[eased_conciseness]"],
@@ -430,6 +431,12 @@ def test_config_rollout_function_may_score_and_have_settings() -> None:
     )
     assert config.rollout.has_conversations and not config.rollout.has_turns and not config.needs_solutions
     assert load_config(None, [FUNCTION]).needs_solutions
+
+
+@pytest.mark.parametrize("limit", ["rewards.isolate_seconds=5.0", "rewards.isolate_memory_gib=4.0"])
+def test_config_limits_of_isolated_rewards_need_isolation(limit: str) -> None:
+    assert config_error(limit) == f"{limit} has no effect with rewards.isolate=false; set rewards.isolate=true"
+    assert load_config(None, [limit, "rewards.isolate=true"]).rewards.isolate
 
 
 REMOTE = "rollout.tools=['grpo_ray.tools.remote_python:python']"

@@ -120,5 +120,11 @@ def test_dry_run_result_refused_by_trl_raises(name: str, message: str) -> None:
         dry_run(f"{__name__}:{name}")
 
 
+def test_dry_run_of_an_isolated_reward_that_fails_raises() -> None:
+    name = "failing_rewards:too_few"
+    with pytest.raises(RewardError, match=f"^reward '{name}' failed: RewardError: .* returned 1 rewards for 4"):
+        dry_run_reward(RewardsConfig(functions=(name,), isolate=True), 0, PROBLEMS, LetterTokenizer())
+
+
 def test_dry_run_reward_model_is_not_called() -> None:
     assert "reward model" in dry_run("some/model").note

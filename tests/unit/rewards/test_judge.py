@@ -52,7 +52,7 @@ def test_scores_become_rewards(monkeypatch: pytest.MonkeyPatch) -> None:
     with judge_server(by_length) as server:
         reward = judge(server, api_key_variable="JUDGE_KEY", lowest=2, highest=6)
         assert ask(reward, "ab", "abc", "abcdef", solution=["hi", None, ""]) == [0.0, 0.25, 1.0]
-        assert reward.metrics == {"judge_failed_share": 0.0}
+        assert reward.metrics == {"reward/failed_share": 0.0}
     request = next(each for each in server.requests if "\nab\n" in each["messages"][1]["content"])
     assert request["model"] == "judge-7b" and request["temperature"] == 0.0 and request["max_tokens"] == 1024
     assert RUBRIC in request["messages"][0]["content"] and "from 2 to 6" in request["messages"][0]["content"]
@@ -137,7 +137,7 @@ def test_unreachable_judge_gives_no_reward() -> None:
         url = f"http://127.0.0.1:{taken.getsockname()[1]}/v1"
         reward: Any = load_reward("judge", base_url=url, model="m", rubric=RUBRIC, attempts=1)
         assert ask(reward, "a", "b") == [None, None]
-        assert reward.metrics == {"judge_failed_share": 1.0}
+        assert reward.metrics == {"reward/failed_share": 1.0}
 
 
 @pytest.mark.parametrize("status", [429, 500, 503])
@@ -163,7 +163,7 @@ def test_one_failure_costs_its_own_completions_only() -> None:
     with judge_server(lambda user, number: 500 if completions_in(user) == ["bad"] else '{"scores": [5]}') as server:
         reward = judge(server, attempts=1)
         assert ask(reward, "a", "bad", "c", "d") == [0.5, None, 0.5, 0.5]
-        assert reward.metrics == {"judge_failed_share": 0.25}
+        assert reward.metrics == {"reward/failed_share": 0.25}
 
 
 @pytest.mark.parametrize("status", [401, 403, 404])

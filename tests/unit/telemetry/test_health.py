@@ -113,12 +113,19 @@ def test_rule_without_threshold_is_silent(name: str) -> None:
     assert name not in dict(steps_of(warnings_of(changing(before, after, steps=300), settings)))
 
 
-def test_lost_completions_are_unscorable() -> None:
-    """An outage of the remote sandbox: 0.05 k > 0.05 for k = 2."""
-    rows = changing({"rollout/lost_share": 0.0}, {"reward/unscorable_share": 0.0, "rollout/lost_share": 0.5})
+@pytest.mark.parametrize(
+    ("metric", "what"),
+    [
+        ("rollout/lost_share", "10 % of the completions have no score"),  # an outage of the remote sandbox
+        ("reward/failed_share", "10 % of the completions have no reward from a judge or an isolated function"),
+    ],
+)
+def test_lost_completions_are_unscorable(metric: str, what: str) -> None:
+    """0.05 k > 0.05 for k = 2."""
+    rows = changing({metric: 0.0}, {"reward/unscorable_share": 0.0, metric: 0.5})
     (warning,) = warnings_of(rows)
     assert (warning.name, warning.step) == ("unscorable", 22)
-    assert "10 % of the completions have no score" in warning.what
+    assert what in warning.what
 
 
 def test_fall_within_the_first_window_is_seen() -> None:

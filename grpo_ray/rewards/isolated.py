@@ -1,0 +1,252 @@
+"""Reward functions of the user in processes of their own (`rewards.isolate`).
+
+A function that hangs, exits, needs too much memory or raises an error neither ends nor stops the run: the completions
+have no reward from it (None), and the metric `reward/failed_share` counts them. Each reward has one process on each
+worker, which is started again after it has ended.
+
+A failed call is repeated for each problem on its own, so that a completion on which the function fails takes the reward
+only from the completions of the same problem. They all lose it: otherwise a policy could escape a penalty with a
+completion on which the function fails.
+"""
+
+import json
+import logging
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from grpo_ray.config.reward_names import reward_name
+from grpo_ray.errors import RewardError
+from grpo_ray.processes.request_client import RequestClient
+from grpo_ray.rewards.completions import select_rows
+from grpo_ray.rewards.metrics import FAILED_SHARE
+
+logger = logging.getLogger(__name__)
+
+MODULE = "grpo_ray.rewards.isolated_process"
+LOAD_SECONDS = 600.0
+"""Time limit for the import of the user's modules, which may load models."""
+MAX_ENDS = 3
+"""Processes that may end in one call before the remaining problems have no reward: each may cost the time limit."""
+MAX_ANSWER_BYTES = 1 << 26
+GRACE_SECONDS = 30.0
+"""Time after its limit in which a process ends itself."""
+STATE_FIELDS = ("global_step", "max_steps", "epoch", "num_train_epochs", "logging_steps", "save_steps", "eval_steps")
+"""Fields of transformers' `TrainerState` that reach the function."""
+
+Arguments = Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Limits of a process."""
+
+    seconds: float
+    """Time of one call."""
+    memory_gib: float | None
+    """Address space; None: not limited."""
+
+
+class IsolatedReward:
+    """Reward function in a process of its own, called as TRL calls it: all arguments by keyword.
+
+    Thread-safe. The process starts with the first call, and ends with this object.
+    """
+
+    def __init__(self, name: str, settings: Mapping[str, Any], limits: Limits) -> None:
+        """
+        Args:
+            name: `package.module:function` or `package.module:class`.
+            settings: its keyword arguments, of JSON types.
+        """
+        self.__name__ = reward_name(name)
+        self._path, self._settings, self._limits = name, dict(settings), limits
+        self._client = RequestClient(MODULE, lambda variable: True)
+        self._lock = threading.Lock()
+        self._is_loaded = False
+        self._state: Any = None
+        """Latest state of a reward that has one."""
+        self._ends = 0
+        """Processes that have ended since the failure of the current call."""
+        weakref.finalize(self, self._client.stop)
+
+    def __call__(
+        self,
+        *,
+        completions: Sequence[Any],
+        prompts: Sequence[Any],
+        log_metric: Callable[[str, float], None],
+        **others: Any,
+    ) -> list[float | None]:
+        """Return the reward of each completion, (B,): None where the function says so, or fails.
+
+        Raises:
+            RewardError: the function cannot be loaded, or a column cannot be passed to another process.
+        """
+        arguments = {"completions": completions, "prompts": prompts, "log_metric": log_metric, **others}
+        with self._lock:
+            try:
+                return self._count_failures(self._request(arguments), [], log_metric)
+            except _Failure as failure:
+                logger.warning("reward %s failed for %d completions: %s", self.__name__, len(completions), failure)
+            self._ends = 0
+            places = _places_by_prompt(prompts)
+            rewards: list[float | None] = [None] * len(completions)
+            failed: list[int] = []
+            for own in places if len(places) > 1 else ():
+                try:
+                    if self._ends >= MAX_ENDS:
+                        raise _Failure(f"not called, since {MAX_ENDS} processes have ended in this step")
+                    for place, reward in zip(own, self._request(select_rows(arguments, own)), strict=True):
+                        rewards[place] = reward
+                except _Failure as failure:
+                    failed += own
+                    logger.warning("reward %s failed for a problem: %s", self.__name__, failure)
+            if len(places) == 1:
+                failed = list(range(len(completions)))
+            return self._count_failures(rewards, failed, log_metric)
+
+    def try_once(self, **arguments: Any) -> list[float | None]:
+        """Return the rewards of one call. Raises RewardError if it fails, with the reason."""
+        with self._lock:
+            try:
+                return self._request(arguments)
+            except _Failure as failure:
+                raise RewardError(f"reward {self._path!r} failed: {failure}") from None
+
+    def close(self) -> None:
+        """End the process. The next call starts another one."""
+        with self._lock:
+            self._stop()
+
+    def _count_failures(
+        self, rewards: list[float | None], failed: Sequence[int], log_metric: Callable[[str, float], None]
+    ) -> list[float | None]:
+        log_metric(FAILED_SHARE, len(failed) / len(rewards))
+        return rewards
+
+    def _request(self, arguments: Arguments) -> list[float | None]:
+        """Call the function once. Raises _Failure if it fails, and RewardError if it cannot be called."""
+        self._load()
+        state = arguments.get("trainer_state")
+        answer = self._ask(
+            {
+                "arguments": {key: value for key, value in arguments.items() if key not in _NOT_SENT},
+                "trainer_state": {key: getattr(state, key) for key in STATE_FIELDS if hasattr(state, key)},
+            },
+            self._limits.seconds,
+        )
+        if "error" in answer:
+            if self._state is not None:  # the call may have left it half changed
+                self._stop()
+            raise _Failure(answer["error"])
+        self._state = answer.get("state")
+        for name, value in answer["logged"]:
+            arguments["log_metric"](name, value)
+        for column in answer["extra"]:
+            arguments["log_extra"](column, [])
+        rewards: list[float | None] = answer["rewards"]
+        return rewards
+
+    def _load(self) -> None:
+        """Start the process and load the reward, unless it is loaded. Raises RewardError."""
+        if self._is_loaded and not self._client.has_ended:
+            return
+        self._stop()
+        memory = self._limits.memory_gib
+        request = {
+            "name": self._path,
+            "settings": self._settings,
+            "state": self._state,
+            "folder": os.getcwd(),
+            "memory_bytes": None if memory is None else int(memory * 2**30),
+        }
+        try:
+            answer = self._ask(request, LOAD_SECONDS)
+        except _Failure as failure:
+            raise RewardError(f"reward {self._path!r} cannot be loaded in a process of its own: {failure}") from None
+        if "error" in answer:
+            raise RewardError(f"reward {self._path!r} cannot be loaded in a process of its own: {answer['error']}")
+        self._is_loaded, self._state = True, answer.get("state")
+
+    def _ask(self, message: dict[str, Any], seconds: float) -> dict[str, Any]:
+        """Return the answer of the process. Raises _Failure if it ends, and RewardError for a value that is no JSON."""
+        try:
+            request = json.dumps({**message, "seconds": seconds}).encode()
+        except (TypeError, ValueError):
+            raise RewardError(_unsendable(self._path, message)) from None
+        started = time.monotonic()
+        answer, code = self._client.ask(request, MAX_ANSWER_BYTES, seconds + GRACE_SECONDS)
+        if answer is None:
+            self._is_loaded = False
+            self._ends += 1
+            raise _Failure(_reason(code, time.monotonic() - started, seconds))
+        decoded: dict[str, Any] = json.loads(answer)
+        return decoded
+
+    def _stop(self) -> None:
+        self._client.stop()
+        self._is_loaded = False
+
+
+class StatefulIsolatedReward(IsolatedReward):
+    """Isolated reward of a class with `state_dict` and `load_state_dict`: the state after the last call that held."""
+
+    def state_dict(self) -> Any:
+        """Return the state, of JSON types; of a reward that was not called yet, its first one."""
+        with self._lock:
+            self._load()
+            return self._state
+
+    def load_state_dict(self, state: Any) -> None:
+        """Continue with a state."""
+        with self._lock:
+            self._stop()
+            self._state = state
+
+
+class _Failure(Exception):
+    """A call that gave no rewards; the message says why."""
+
+
+_NOT_SENT = frozenset({"log_metric", "log_extra", "trainer_state"})
+
+
+def _reason(code: int | None, seconds: float, limit: float) -> str:
+    """Say why a process ended.
+
+    Args:
+        code: its exit code; None if it ended while it started.
+        seconds: time of the call.
+    """
+    if code is None:
+        return "its process ended while it started"
+    if seconds >= limit:
+        return f"it took longer than {limit:g} s (rewards.isolate_seconds)"
+    return f"its process was ended by signal {-code}" if code < 0 else f"its process ended with status {code}"
+
+
+def _unsendable(name: str, message: Mapping[str, Any]) -> str:
+    """Return the message for a setting or column whose values are of no JSON type."""
+    for key, value in {**message.get("arguments", {}), **message.get("settings", {})}.items():
+        try:
+            json.dumps(value)
+        except (TypeError, ValueError):
+            kind = "a setting" if "settings" in message else "a column"
+            return (
+                f"rewards.isolate: {key!r}, {kind} of reward {name!r}, has values that are not numbers, texts, lists "
+                "or mappings, and cannot be passed to another process; leave it out or convert it"
+            )
+    return f"rewards.isolate: the arguments of reward {name!r} cannot be passed to another process"
+
+
+def _places_by_prompt(prompts: Sequence[Any]) -> list[list[int]]:
+    """Return the places of the completions of each problem."""
+    places: dict[str, list[int]] = {}
+    for place, prompt in enumerate(prompts):
+        places.setdefault(json.dumps(prompt), []).append(place)
+    return list(places.values())
