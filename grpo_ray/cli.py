@@ -17,7 +17,9 @@ from typing import Any
 
 from grpo_ray.config import loader
 from grpo_ray.config.absolute_paths import absolute_model
+from grpo_ray.config.benchmarks import BENCHMARKS, parse_suite
 from grpo_ray.config.heldout_keys import heldout_label, split_name
+from grpo_ray.config.reward_names import VERDICTS
 from grpo_ray.config.schema import Config, RunConfig
 from grpo_ray.config.similar_names import suggestion
 from grpo_ray.config.trl_fields import PASSED, allowed_values, default_text, meaning
@@ -142,6 +144,11 @@ def build_parser() -> argparse.ArgumentParser:
     evaluate.add_argument("checkpoint", metavar="CHECKPOINT", help="folder, URI or hub id")
     problems = evaluate.add_mutually_exclusive_group()
     problems.add_argument("--data", help="problems to measure with; default: the config's held-out sets")
+    problems.add_argument(
+        "--suite",
+        metavar="A,B,...",
+        help=f"measure on benchmarks: {', '.join(BENCHMARKS)}; NAME=PATH reads one from other files than the hub's",
+    )
     problems.add_argument("--heldout", metavar="NAME", help="measure on one of the named held-out sets only")
     evaluate.add_argument(
         "--num-samples",
@@ -393,7 +400,7 @@ def run_eval(arguments: argparse.Namespace) -> int:
         results = evaluate(config, checkpoint, splits, limits_template=limits_template, on_progress=progress.phase)
     for key, result in results.items():
         print_evaluation(
-            result, heldout_label(key), is_verdict=config.heldout_score_of(config.source_of(key)) == "correctness"
+            result, heldout_label(key), is_verdict=config.heldout_score_of(config.source_of(key)) in VERDICTS
         )
     # Named sets are written by name, even if there is only one; a single unnamed set is written without a key.
     described = {heldout_label(key): result.to_dict() for key, result in results.items()}
@@ -503,16 +510,18 @@ def load_eval_config(arguments: argparse.Namespace) -> Config:
     else:
         where, settings = read_run_config(
             arguments.checkpoint,
-            data_is_given=bool(arguments.data),
+            data_is_given=bool(arguments.data or arguments.suite),
             trusts_tools=arguments.trust_tools,
             trusts_engine=arguments.trust_engine,
             trusts_rewards=arguments.trust_rewards,
-            score=given_score(arguments.overrides),
+            score="correctness" if arguments.suite else given_score(arguments.overrides),
         )
         config = loader.load_config(where, arguments.overrides, settings=settings)
     if arguments.trust_remote_code:
         config = replace(config, model=replace(config.model, trust_remote_code=True))
-    if arguments.data:
+    if arguments.suite:
+        config = with_suite(config, arguments.suite, arguments.overrides)
+    elif arguments.data:
         config = with_heldout(config, arguments.data)
     elif arguments.heldout and (dataset := named_heldout_set(config, arguments.heldout)) is not None:
         config = with_heldout(config, {arguments.heldout: dataset})
@@ -534,6 +543,14 @@ def with_samples(config: Config, num_samples: int) -> Config:
         raise ConfigError(f"--num-samples must be at least 1; got {num_samples}")
     temperature = config.heldout.temperature or (config.sampling.temperature if num_samples > 1 else 0.0)
     return replace(config, heldout=replace(config.heldout, num_samples=num_samples, temperature=temperature))
+
+
+def with_suite(config: Config, suite: str, overrides: Sequence[str]) -> Config:
+    """Return the config with benchmarks as held-out sets, all of their problems unless an override limits them."""
+    config = with_heldout(config, parse_suite(suite))
+    if any(word.startswith("data.heldout_limit=") for word in overrides):
+        return config
+    return replace(config, data=replace(config.data, heldout_limit=None))
 
 
 def with_heldout(config: Config, heldout: str | Mapping[str, str]) -> Config:

@@ -8,6 +8,7 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from grpo_ray.config.benchmarks import find_benchmark
 from grpo_ray.config.heldout_keys import AUTO
 from grpo_ray.config.reward_names import is_reward_model
 from grpo_ray.config.sources import BUILT_IN_DATASETS, EMBEDDED_POLICIES, LOCAL_PREFIXES, names_files
@@ -78,4 +79,7 @@ def absolute_reward(name: str) -> str:
 
 def absolute_dataset(name: str) -> str:
     """Return the absolute path of files of problems; the name of another dataset, or a URI, stays as it is."""
+    if find_benchmark(name):
+        benchmark, equals, path = name.partition("=")
+        return f"{benchmark}={absolute_folder(path)}" if equals else name
     return absolute_folder(name) if name not in BUILT_IN_DATASETS and names_files(name) else name

@@ -8,6 +8,7 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from grpo_ray.config.benchmarks import find_benchmark
 from grpo_ray.config.heldout_keys import AUTO
 from grpo_ray.config.reward_names import derived_score
 from grpo_ray.config.schema import SECTIONS, DataConfig
@@ -131,7 +132,8 @@ def evaluation_settings(
     _drop_code_limits(settings)
     for name, paths in (("train", train_paths(data.get("train"))), ("heldout", _texts(data.get("heldout")))):
         for source in paths:
-            if not PLAIN_SOURCE.match(source):
+            benchmark = find_benchmark(source)
+            if not PLAIN_SOURCE.match(benchmark[1] if benchmark else source):
                 raise ConfigError(
                     f"data.{name}={source} of the run folder is not opened, because its protocol may run code; name "
                     "the problems with --data"

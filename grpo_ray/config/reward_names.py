@@ -20,8 +20,11 @@ def reward_name(function: str) -> str:
     return function.rpartition(":")[2].rpartition("/")[2]
 
 
-SCORES = ("correctness", "environment", "reward")
+SCORES = ("correctness", "environment", "reward", "choice", "code_tests")
 """Built-in values of `heldout.score`."""
+
+VERDICTS = ("correctness", "choice", "code_tests")
+"""Those of them by which a completion is right or wrong."""
 
 
 def derived_score(functions: Collection[str]) -> str:

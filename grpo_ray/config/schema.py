@@ -12,6 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, ValidationError
 
 from grpo_ray.config.absolute_paths import with_absolute_paths
+from grpo_ray.config.benchmarks import benchmark_score, find_benchmark
 from grpo_ray.config.checks import check_across_fields, check_advantages
 from grpo_ray.config.fields import VALUES, describe_errors, field_descriptions, type_adapter, unknown_key_message
 from grpo_ray.config.heldout_keys import AUTO, heldout_keys, heldout_label, primary_key, ranking_metric
@@ -579,9 +580,10 @@ class HeldoutConfig:
     """Completions of each held-out problem. With more than one, `temperature` must be above 0."""
     score: str | None = None
     """Score of a held-out completion, of which `<set>/accuracy` is the mean: "correctness"; "environment", the reward
-    of the completion's environment, limited to 0 to 1; "reward", the weighted sum of `rewards.functions`; or a reward
-    function of your own, package.module:function. null (derived): correctness or environment, if `rewards.functions`
-    has it (in this order), else reward; correctness with a reward model."""
+    of the completion's environment, limited to 0 to 1; "reward", the weighted sum of `rewards.functions`; "choice" or
+    "code_tests", the rewards of these names; or a reward function of your own, package.module:function. null (derived):
+    correctness or environment, if `rewards.functions` has it (in this order), else reward; correctness with a reward
+    model. A benchmark has a score of its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -728,22 +730,29 @@ class Config:
         return self.heldout_score_of(self.source_of(self.primary_heldout))
 
     def heldout_score_of(self, source: str) -> str:
-        """Return the score of held-out completions: "correctness", "environment", "reward" or package.module:function.
+        """Return the score of held-out completions: a name in `SCORES`, or package.module:function.
 
         Args:
-            source: name of the source of a mixture that the problems belong to; "" for none.
+            source: name of the source of a mixture, or of the benchmark, that the problems belong to; "" for none.
         """
-        return self.heldout.score or derived_score(self.rewards_of(source))
+        return benchmark_score(source) or self.heldout.score or derived_score(self.rewards_of(source))
 
     def source_of(self, key: str) -> str:
-        """Return the source of a mixture whose rewards score the held-out set with this key; "" if there is none."""
+        """Return the source of a mixture, or the benchmark, that determines how a held-out set is scored; "" if none.
+
+        Args:
+            key: key of the set.
+        """
+        own = self.heldout_sources.get(key)
+        if own is not None and (benchmark := find_benchmark(own.dataset)):
+            return benchmark[0].source
         label = heldout_label(key)
         return label if self.is_mixture and label in self.training_sources else ""
 
     def needs_solutions_of(self, source: str) -> bool:
         """Return True if a built-in reward or score reads the solutions of a source's problems; each must have one."""
         reads = not set(SOLUTION_REWARDS).isdisjoint(self.rewards_of(source))
-        return reads or self.heldout_score_of(source) == "correctness"
+        return reads or self.heldout_score_of(source) in SOLUTION_REWARDS
 
     @property
     def needs_solutions(self) -> bool:

@@ -73,7 +73,7 @@ class FileShard:
                     columns_decide=self.columns_decide,
                 )
                 if self.has_tests:
-                    _check_tests(problem)
+                    check_tests(problem)
             except DataError as error:
                 raise DataError(f"{error}{_renamed_columns(str(error), self.columns)}") from None
             yield problem
@@ -85,7 +85,7 @@ def _renamed_columns(message: str, columns: Mapping[str, str]) -> str:
     return f" ({', '.join(named)})" if named else ""
 
 
-def _check_tests(problem: Problem) -> None:
+def check_tests(problem: Problem) -> None:
     """Raise DataError if the tests of a problem have no known form; the message names file and row."""
     columns = problem.columns
     if columns.get("tests") is None:

@@ -9,9 +9,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
+from grpo_ray.config.benchmarks import find_benchmark
 from grpo_ray.config.schema import DataConfig
 from grpo_ray.config.sources import TrainingSource, names_files
 from grpo_ray.data.arithmetic import arithmetic_problems
+from grpo_ray.data.benchmarks import benchmark_shards
 from grpo_ray.data.deepmath import deepmath_shards, hub_shards
 from grpo_ray.data.files import FileShard, file_shards
 from grpo_ray.data.gsm8k import gsm8k_shards
@@ -91,7 +93,7 @@ def open_dataset(
     columns_decide: bool = False,
     has_tests: bool = False,
 ) -> Sequence[Shard]:
-    """Return the shards of a dataset: a built-in one, files, or a hub dataset, tried in this order.
+    """Return the shards of a dataset: a benchmark, a built-in one, files, or a hub dataset, tried in this order.
 
     Args:
         name: key of `DATASETS`, path, folder, glob, URI, or hub id (`owner/name`).
@@ -116,6 +118,8 @@ def open_dataset(
 
 
 def _open_dataset(name: str, split: str, config: DataConfig | TrainingSource) -> Sequence[Shard]:
+    if found := find_benchmark(name):
+        return benchmark_shards(*found, split, config.system_prompt)
     if name in DATASETS:
         return DATASETS[name](split, config.columns, config.system_prompt)
     if not names_files(name) and name.count("/") == 1:

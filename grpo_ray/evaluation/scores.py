@@ -11,7 +11,7 @@ from grpo_ray.config.schema import Config
 from grpo_ray.data.problem import Problem
 from grpo_ray.rewards.environment import COLUMN as ENVIRONMENT_REWARD
 from grpo_ray.rewards.outside_training import read_rewards, reward_arguments
-from grpo_ray.rewards.registry import heldout_correctness, load_rewards, own_reward
+from grpo_ray.rewards.registry import heldout_correctness, load_reward, load_rewards, own_reward
 from grpo_ray.storage.records.conversation_columns import ConversationRecord
 
 Messages = Sequence[Mapping[str, Any]]
@@ -99,9 +99,9 @@ class MixtureScore:
 
 def heldout_scores(config: Config) -> HeldoutScore | MixtureScore:
     """Return the score of the run's held-out completions. Raises RewardError if a reward cannot be loaded."""
-    if not config.is_mixture:
-        return heldout_score(config)
     sources = dict.fromkeys(map(config.source_of, config.heldout_keys))
+    if not config.is_mixture and list(sources) == [""]:
+        return heldout_score(config)
     return MixtureScore({source: heldout_score(config, source) for source in sources})
 
 
@@ -109,7 +109,7 @@ def heldout_score(config: Config, source: str = "") -> HeldoutScore:
     """Return the score that `heldout.score` names, or that is derived from the rewards.
 
     Args:
-        source: name of the source of a mixture whose rewards are meant; "" for all rewards.
+        source: name of the source of a mixture, or of the benchmark, that is meant; "" for all rewards.
 
     Raises:
         RewardError: a reward cannot be loaded.
@@ -124,6 +124,10 @@ def heldout_score(config: Config, source: str = "") -> HeldoutScore:
             is_verdict=True,
             is_share=True,
         )
+    if name in ("choice", "code_tests"):
+        settings = dict(config.rewards.settings.get(name, {})) | ({"partial": False} if name == "code_tests" else {})
+        compute = WeightedRewards([load_reward(name, **settings)], [name], [1.0])
+        return HeldoutScore(compute, is_verdict=name == "choice", is_share=True, reads_messages=True)
     if name == "environment":
         return HeldoutScore(lambda problems, answers: [_limited(each.reward) for each in answers], is_share=True)
     if name == "reward":

@@ -1,0 +1,190 @@
+r"""Problems of benchmarks, made from their own rows.
+
+Questions end with an instruction for the form of the answer that the score reads: `\boxed{...}`, or a block of Python.
+The choices of a multiple-choice question are in an order that depends on their texts alone.
+"""
+
+import base64
+import hashlib
+import json
+import pickletools
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from grpo_ray.config.benchmarks import Benchmark
+from grpo_ray.data.files import FileShard, check_tests, file_shards
+from grpo_ray.data.problem import Problem, problem_id
+from grpo_ray.errors import DataError
+
+BOXED = r"Put the final answer in \boxed{}."
+BOXED_LETTER = r"Put the letter of the right choice in \boxed{}."
+PYTHON = "Answer with one block of Python."
+MAX_TESTS_BYTES = 1 << 28
+"""Largest size of the tests of a problem after decompression."""
+TEXT_OPCODES = frozenset({"PROTO", "FRAME", "MEMOIZE", "BINPUT", "LONG_BINPUT", "STOP"})
+"""Instructions of a pickle of a single text, besides the text itself."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """Form of a benchmark's rows."""
+
+    columns: Mapping[str, str]
+    """Our column -> the file's."""
+    make: Callable[[Problem], Problem]
+    """Makes a problem of a row, which was read as one with these columns."""
+
+    @property
+    def has_solution(self) -> bool:
+        """True if rows have a solution, not tests."""
+        return "solution" in self.columns
+
+
+def math(problem: Problem) -> Problem:
+    """Return a problem of mathematics, whose answer may be LaTeX without dollar signs."""
+    solution = problem.solution if "$" in problem.solution else f"${problem.solution}$"
+    return _problem(problem, f"{_question(problem)}\n\n{BOXED}", solution)
+
+
+def gpqa(problem: Problem) -> Problem:
+    """Return a multiple-choice question of GPQA (arXiv 2311.12022). Raises DataError if it lacks a wrong answer."""
+    question = _question(problem)
+    try:
+        wrong = [str(problem.columns[f"Incorrect Answer {number}"]).strip() for number in (1, 2, 3)]
+    except KeyError as error:
+        raise DataError(f"{problem.where}: no column {error}") from None
+    right = problem.solution.strip()
+    choices = sorted([right, *wrong], key=lambda each: hashlib.sha256(f"{question}\n{each}".encode()).digest())
+    lettered = "\n".join(f"({letter}) {choice}" for letter, choice in zip("ABCD", choices, strict=True))
+    return _problem(problem, f"{question}\n\n{lettered}\n\n{BOXED_LETTER}", "ABCD"[choices.index(right)])
+
+
+def humaneval(problem: Problem) -> Problem:
+    """Return a function of HumanEval (arXiv 2107.03374) to complete, with its test."""
+    code, entry_point = _question(problem), problem.columns["entry_point"]
+    # Some tests call functions that stand before the one to complete.
+    before = code.rpartition(f"def {entry_point}(")[0]
+    tests = {"tests": problem.columns["tests"], "entry_point": entry_point, "setup": before or None}
+    return _problem(
+        problem, f"Complete the last function.\n\n```python\n{code.strip()}\n```\n\n{PYTHON}", columns=tests
+    )
+
+
+def mbpp(problem: Problem) -> Problem:
+    """Return a task of MBPP (arXiv 2108.07732) with the tests, which name the function, as in the paper."""
+    tests = list(problem.columns["tests"])
+    prompt = f"{_question(problem)}\n\nYour code must pass these tests:\n\n" + "\n".join(tests)
+    setup = problem.columns.get("setup") or None
+    return _problem(problem, f"{prompt}\n\n{PYTHON}", columns={"tests": tests, "entry_point": None, "setup": setup})
+
+
+def livecodebench(problem: Problem) -> Problem:
+    """Return a task of LiveCodeBench (arXiv 2403.07974) with its public and private tests."""
+    columns, starter = problem.columns, str(problem.columns.get("starter_code") or "").strip()
+    entry_point = json.loads(columns.get("metadata") or "{}").get("func_name")
+    tests = [*json.loads(columns["tests"]), *_private_tests(columns["private_test_cases"], problem.where)]
+    if starter:
+        form = f"Complete this code.\n\n```python\n{starter}\n```\n\n{PYTHON}"
+    else:
+        form = f"Read from standard input, and print to standard output. {PYTHON}"
+    return _problem(problem, f"{_question(problem)}\n\n{form}", columns={
+        "tests": json.dumps(tests), "entry_point": entry_point, "setup": None,
+    })  # fmt: skip
+
+
+_MATH = Form({"prompt": "problem", "solution": "answer"}, math)
+
+FORMS: dict[str, Form] = {
+    "math500": _MATH,
+    "aime24": _MATH,
+    "aime25": _MATH,
+    "amc": _MATH,
+    "olympiadbench": Form({"prompt": "question", "solution": "final_answer"}, math),
+    "gpqa": Form({"prompt": "Question", "solution": "Correct Answer"}, gpqa),
+    "humaneval": Form({"tests": "test"}, humaneval),
+    "mbpp": Form({"prompt": "text", "tests": "test_list", "setup": "test_setup_code"}, mbpp),
+    "livecodebench": Form({"prompt": "question_content", "tests": "public_test_cases"}, livecodebench),
+}
+"""Name of a benchmark -> form of its rows."""
+
+
+@dataclass(frozen=True)
+class BenchmarkShard:
+    """Rows of one file of a benchmark."""
+
+    file: FileShard
+    benchmark: Benchmark
+    system_prompt: str | None = None
+
+    @property
+    def num_rows(self) -> int:
+        return self.file.num_rows
+
+    def read(self) -> Iterator[Problem]:
+        """Yield the shard's problems in the file's order. Raises DataError; the message names file and row."""
+        form = FORMS[self.benchmark.name]
+        for row in self.file.read():
+            try:
+                problem = form.make(row)
+            except (KeyError, ValueError, TypeError) as error:
+                raise DataError(f"{row.where}: no row of {self.benchmark.name} ({error!r:.200})") from None
+            if not form.has_solution:
+                check_tests(problem)
+            problem = problem.of_source(self.benchmark.source)
+            yield problem if self.system_prompt is None else problem.with_system_prompt(self.system_prompt)
+
+
+def benchmark_shards(benchmark: Benchmark, path: str, split: str, system_prompt: str | None) -> list[BenchmarkShard]:
+    """Return the shards of a benchmark.
+
+    Args:
+        path: of its files.
+        split: "heldout".
+
+    Raises:
+        DataError: `split` is "train", or the files cannot be read.
+    """
+    if split == "train":
+        raise DataError(f"{benchmark.name} is a benchmark and is not trained on; name it in data.heldout")
+    form = FORMS[benchmark.name]
+    files = file_shards(path, form.columns)
+    # Rows without a solution are different tasks even if their questions are equal.
+    files = [replace(each, needs_solution=form.has_solution, columns_decide=True) for each in files]
+    return [BenchmarkShard(each, benchmark, system_prompt) for each in files]
+
+
+def _question(problem: Problem) -> str:
+    return problem.prompt[-1]["content"].strip()
+
+
+def _problem(problem: Problem, prompt: str, solution: str = "", columns: Mapping[str, Any] | None = None) -> Problem:
+    """Return a problem with another content."""
+    messages = [{"role": "user", "content": prompt}]
+    digest = problem_id(messages, solution, columns)
+    return Problem(id=digest, prompt=messages, solution=solution, columns=columns or {}, where=problem.where)
+
+
+def _private_tests(text: str, where: str) -> list[Any]:
+    """Return LiveCodeBench's private tests: JSON, or JSON in a pickled text, compressed by zlib, in base64.
+
+    The pickle is read and not executed: only that of a single text is taken.
+
+    Raises:
+        DataError: they have another form, or are larger than MAX_TESTS_BYTES.
+    """
+    try:
+        return list(json.loads(text))
+    except ValueError:
+        pass
+    try:
+        decompressor = zlib.decompressobj()
+        pickled = decompressor.decompress(base64.b64decode(text, validate=True), MAX_TESTS_BYTES)
+        if not decompressor.eof:
+            raise ValueError(f"more than {MAX_TESTS_BYTES} bytes")
+        instructions = [(opcode.name, argument) for opcode, argument, _ in pickletools.genops(pickled)]
+        (tests,) = (argument for name, argument in instructions if name not in TEXT_OPCODES)
+        return list(json.loads(str(tests)))
+    except (ValueError, TypeError, zlib.error) as error:
+        raise DataError(f"{where}: 'private_test_cases' cannot be read ({error})") from None
