@@ -71,7 +71,7 @@ class IsolatedReward:
         self._state: Any = None
         """Latest state of a reward that has one."""
         self._ends = 0
-        """Processes that have ended since the failure of the current call."""
+        """Processes that have ended since the current call was divided."""
         weakref.finalize(self, self._client.stop)
 
     def __call__(
@@ -89,26 +89,9 @@ class IsolatedReward:
         """
         arguments = {"completions": completions, "prompts": prompts, "log_metric": log_metric, **others}
         with self._lock:
-            try:
-                return self._count_failures(self._request(arguments), [], log_metric)
-            except _Failure as failure:
-                logger.warning("reward %s failed for %d completions: %s", self.__name__, len(completions), failure)
-            self._ends = 0
-            places = _places_by_prompt(prompts)
-            rewards: list[float | None] = [None] * len(completions)
-            failed: list[int] = []
-            for own in places if len(places) > 1 else ():
-                try:
-                    if self._ends >= MAX_ENDS:
-                        raise _Failure(f"not called, since {MAX_ENDS} processes have ended in this step")
-                    for place, reward in zip(own, self._request(select_rows(arguments, own)), strict=True):
-                        rewards[place] = reward
-                except _Failure as failure:
-                    failed += own
-                    logger.warning("reward %s failed for a problem: %s", self.__name__, failure)
-            if len(places) == 1:
-                failed = list(range(len(completions)))
-            return self._count_failures(rewards, failed, log_metric)
+            rewards, failed = self._compute(arguments)
+        log_metric(FAILED_SHARE, failed / len(completions))
+        return rewards
 
     def try_once(self, **arguments: Any) -> list[float | None]:
         """Return the rewards of one call. Raises RewardError if it fails, with the reason."""
@@ -123,11 +106,27 @@ class IsolatedReward:
         with self._lock:
             self._stop()
 
-    def _count_failures(
-        self, rewards: list[float | None], failed: Sequence[int], log_metric: Callable[[str, float], None]
-    ) -> list[float | None]:
-        log_metric(FAILED_SHARE, len(failed) / len(rewards))
-        return rewards
+    def _compute(self, arguments: Arguments) -> tuple[list[float | None], int]:
+        """Return the reward of each completion, (B,), and the number of completions whose reward failed."""
+        rewards: list[float | None] = [None] * len(arguments["completions"])
+        try:
+            return self._request(arguments), 0
+        except _Failure as failure:
+            logger.warning("reward %s failed for %d completions: %s", self.__name__, len(rewards), failure)
+        problems = _places_by_prompt(arguments["prompts"])
+        if len(problems) == 1:
+            return rewards, len(rewards)
+        failed, self._ends = 0, 0
+        for places in problems:
+            try:
+                if self._ends >= MAX_ENDS:
+                    raise _Failure(f"not called, since {MAX_ENDS} processes have ended in this step")
+                for place, reward in zip(places, self._request(select_rows(arguments, places)), strict=True):
+                    rewards[place] = reward
+            except _Failure as failure:
+                failed += len(places)
+                logger.warning("reward %s failed for a problem: %s", self.__name__, failure)
+        return rewards, failed
 
     def _request(self, arguments: Arguments) -> list[float | None]:
         """Call the function once. Raises _Failure if it fails, and RewardError if it cannot be called."""
