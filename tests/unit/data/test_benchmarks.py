@@ -15,9 +15,11 @@ import pytest
 
 from grpo_ray.config.benchmarks import BENCHMARKS, find_benchmark, parse_suite
 from grpo_ray.config.loader import load_config
+from grpo_ray.config.schema import DataConfig
 from grpo_ray.data import benchmarks
 from grpo_ray.data.benchmarks import FORMS
 from grpo_ray.data.problem import Problem
+from grpo_ray.data.registry import open_dataset
 from grpo_ray.data.stream import open_splits
 from grpo_ray.errors import ConfigError, DataError
 from grpo_ray.evaluation.scores import Answer, heldout_scores
@@ -106,9 +108,8 @@ def problem_of(tmp_path: Path) -> Callable[..., Problem]:
     def read(name: str, **changes: Any) -> Problem:
         path = tmp_path / f"{name}{Path(BENCHMARKS[name].path).suffix}"
         write(path, [ROWS[name] | changes])
-        config = load_config(None, [f"data.heldout={{{name}: '{name}={path}'}}"])
-        (split,) = open_splits(config)[1].values()
-        (problem,) = split.read()
+        (shard,) = open_dataset(f"{name}={path}", "heldout", DataConfig())
+        (problem,) = shard.read()
         return problem
 
     return read

@@ -107,6 +107,7 @@ def test_failure_costs_the_completions_of_its_problem_their_reward(isolated: Any
     assert reward("ab") == [2.0] and reward.failed_share == 0.0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("failure", ["hang", "spin"])
 def test_call_beyond_its_time_has_no_reward(isolated: Any, failure: str, caplog: pytest.LogCaptureFixture) -> None:
     reward = isolated("length", isolate_seconds=SECONDS)
@@ -122,6 +123,7 @@ def test_memory_beyond_its_limit_is_a_failure(isolated: Any, caplog: pytest.LogC
     assert "MemoryError" in caplog.text
 
 
+@pytest.mark.long
 def test_processes_that_end_are_limited_in_a_call(isolated: Any, caplog: pytest.LogCaptureFixture) -> None:
     reward = isolated("length")
     assert reward("die", "die", "die", "ab", prompts=["p", "q", "r", "s"]) == [None] * 4
@@ -141,6 +143,7 @@ def test_wrong_number_of_rewards_is_a_failure(isolated: Any, caplog: pytest.LogC
     assert "returned 1 rewards for 2 completions" in caplog.text
 
 
+@pytest.mark.long
 def test_processes_of_the_function_end_with_it(isolated: Any, tmp_path: Path) -> None:
     file = tmp_path / "pid"
     reward = isolated("with_a_child", {"file": str(file)}, isolate_seconds=SECONDS)
