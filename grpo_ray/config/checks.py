@@ -623,7 +623,7 @@ def reward_names_differ(config: "Config") -> str | None:
 
 
 def limits_are_of_isolated_rewards(config: "Config") -> str | None:
-    """Require `rewards.isolate` for the limits of isolated functions."""
+    """Require `rewards.isolate` for its limits."""
     rewards, defaults = config.rewards, type(config.rewards)()
     for name in ("isolate_seconds", "isolate_memory_gib"):
         if not rewards.isolate and (given := getattr(rewards, name)) != getattr(defaults, name):

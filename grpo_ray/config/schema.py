@@ -377,9 +377,9 @@ class RewardsConfig:
     """Run your own functions (package.module:function) in processes of their own, without a GPU: one that hangs, exits
     or raises an error gives None, counted in reward/failed_share, and the run goes on."""
     isolate_seconds: Annotated[float, Field(gt=0, le=86400)] = 60.0
-    """Time limit in seconds for one call of an isolated function."""
+    """Time limit in seconds for one call with `rewards.isolate`."""
     isolate_memory_gib: Annotated[float, Field(ge=0.25)] | None = None
-    """Memory limit in GiB for the process of an isolated function: its address space. null: none."""
+    """Memory limit in GiB with `rewards.isolate`: address space of each process. null: none."""
 
 
 @dataclass(frozen=True, kw_only=True)
