@@ -19,8 +19,8 @@ from grpo_ray.config import loader
 from grpo_ray.config.absolute_paths import absolute_model
 from grpo_ray.config.benchmarks import BENCHMARKS, parse_suite
 from grpo_ray.config.heldout_keys import heldout_label, split_name
-from grpo_ray.config.reward_names import VERDICTS
-from grpo_ray.config.schema import Config, RunConfig
+from grpo_ray.config.reward_names import REWARD_SCORES, VERDICTS
+from grpo_ray.config.schema import Config, DataConfig, RolloutConfig, RunConfig
 from grpo_ray.config.similar_names import suggestion
 from grpo_ray.config.trl_fields import PASSED, allowed_values, default_text, meaning
 from grpo_ray.errors import ConfigError, DamagedFileError, GrpoRayError, HubError, TrainingError
@@ -546,11 +546,34 @@ def with_samples(config: Config, num_samples: int) -> Config:
 
 
 def with_suite(config: Config, suite: str, overrides: Sequence[str]) -> Config:
-    """Return the config with benchmarks as held-out sets, all of their problems unless an override limits them."""
-    config = with_heldout(config, parse_suite(suite))
-    if any(word.startswith("data.heldout_limit=") for word in overrides):
-        return config
-    return replace(config, data=replace(config.data, heldout_limit=None))
+    """Return the config with benchmarks as held-out sets, all of their problems unless an override limits them.
+
+    Completions may call the run's tools. Its environments, rollout function, rewards and training problems are left
+    out.
+    """
+    rollout = config.rollout
+    is_limited = any(word.startswith("data.heldout_limit=") for word in overrides)
+    settings = {name: value for name, value in config.rewards.settings.items() if name in REWARD_SCORES}
+    sets = parse_suite(suite)
+    scores = {BENCHMARKS[name].score for name in sets}
+    return replace(
+        config,
+        run=replace(config.run, best_metric=RunConfig.best_metric),
+        data=replace(
+            config.data,
+            train=DataConfig.train,
+            heldout=sets,
+            heldout_limit=config.data.heldout_limit if is_limited else None,
+        ),
+        heldout=replace(config.heldout, score=None),
+        rewards=replace(
+            config.rewards,
+            functions=("correctness",),
+            settings={name: value for name, value in settings.items() if name in scores},
+        ),
+        grpo=replace(config.grpo, trl={k: v for k, v in config.grpo.trl.items() if k != "reward_weights"}),
+        rollout=replace(rollout, environment=None, function=None, settings={}) if rollout.tools else RolloutConfig(),
+    )
 
 
 def with_heldout(config: Config, heldout: str | Mapping[str, str]) -> Config:

@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 from urllib.parse import SplitResult, urlsplit
 
+from grpo_ray.config.benchmarks import find_benchmark
 from grpo_ray.config.fields import override_text
 from grpo_ray.config.heldout_keys import HELDOUT
-from grpo_ray.config.reward_names import SCORES, is_reward_model, reward_name
+from grpo_ray.config.reward_names import MAX_ENDS, REWARD_SCORES, SCORES, is_reward_model, reward_name
 from grpo_ray.config.sampling import MIN_TEMPERATURE, TRL_FIELDS
 from grpo_ray.config.similar_names import suggestion
 from grpo_ray.config.sources import CHECKPOINT_PREFIX
@@ -623,11 +624,44 @@ def reward_names_differ(config: "Config") -> str | None:
 
 
 def limits_are_of_isolated_rewards(config: "Config") -> str | None:
-    """Require `rewards.isolate` for its limits."""
+    """Require `rewards.isolate` for its limits, and calls that end within `run.hang_seconds`."""
     rewards, defaults = config.rewards, type(config.rewards)()
     for name in ("isolate_seconds", "isolate_memory_gib"):
         if not rewards.isolate and (given := getattr(rewards, name)) != getattr(defaults, name):
             return f"rewards.{name}={given} has no effect with rewards.isolate=false; set rewards.isolate=true"
+    own = sum(":" in name for name in rewards.functions)
+    if rewards.isolate and own * (MAX_ENDS + 1) * rewards.isolate_seconds >= config.run.hang_seconds:
+        return (
+            f"{MAX_ENDS + 1} calls of up to rewards.isolate_seconds={rewards.isolate_seconds:g} seconds of {own} "
+            f"functions may take longer than run.hang_seconds={config.run.hang_seconds:g}, after which the run counts "
+            "as hanging; lower the first, or raise run.hang_seconds"
+        )
+    return None
+
+
+def settings_are_of_rewards(config: "Config") -> str | None:
+    """Require a reward or held-out score for the settings of rewards that may be either."""
+    scores = [config.heldout_score_of(config.source_of(key)) for key in config.heldout_keys]
+    for name in REWARD_SCORES:
+        if name in config.rewards.settings and name not in (*config.rewards.functions, *scores):
+            return (
+                f"rewards.settings has {name!r}, which neither rewards.functions nor a held-out score names; add it "
+                "there or remove it"
+            )
+    return None
+
+
+def benchmarks_have_no_environment(config: "Config") -> str | None:
+    """Refuse held-out benchmarks in a run whose problems are all solved in an environment, or by a function."""
+    named = [each.dataset for each in config.heldout_sources.values() if find_benchmark(each.dataset)]
+    if not named:
+        return None
+    if config.rollout.function is not None or None in config.rollout.environments:
+        option = "function" if config.rollout.function is not None else "environment"
+        return (
+            f"data.heldout names the benchmark {named[0]}, whose problems would be solved by rollout.{option}; measure "
+            f"it with `grpo-ray eval CHECKPOINT --suite {named[0]}`"
+        )
     return None
 
 
@@ -738,6 +772,8 @@ CHECKS: tuple[Callable[["Config"], str | None], ...] = (
     every_reward_has_a_weight,
     reward_names_differ,
     limits_are_of_isolated_rewards,
+    settings_are_of_rewards,
+    benchmarks_have_no_environment,
     sources_name_what_exists,
     heldout_score_is_known,
     eased_conciseness_knows_the_success_rate,

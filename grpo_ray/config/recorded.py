@@ -10,7 +10,7 @@ from typing import Any
 
 from grpo_ray.config.benchmarks import find_benchmark
 from grpo_ray.config.heldout_keys import AUTO
-from grpo_ray.config.reward_names import derived_score
+from grpo_ray.config.reward_names import REWARD_SCORES, derived_score
 from grpo_ray.config.schema import SECTIONS, DataConfig
 from grpo_ray.config.sources import train_paths
 from grpo_ray.config.yaml_documents import parse_yaml
@@ -170,7 +170,10 @@ def _select_scores(settings: dict[str, dict[str, Any]], given: str | None, is_tr
     if isinstance(train, Mapping) and not given and not heldout.get("score"):
         _select_rewards_of_sources(settings, train, functions, is_trusted)
         return
-    score = given or heldout.get("score") or derived_score(functions)
+    found = [find_benchmark(each) for each in _texts(settings.get("data", {}).get("heldout"))]
+    benchmarks = [each[0].score for each in found if each]
+    only_benchmarks = bool(found) and all(found)  # no reward of the run is computed
+    score = given or ("correctness" if only_benchmarks else heldout.get("score") or derived_score(functions))
     _require_trust(untrusted_rewards(score, functions, is_given=given is not None), is_trusted)
     heldout["score"] = score
     if isinstance(train, Mapping):
@@ -178,7 +181,8 @@ def _select_scores(settings: dict[str, dict[str, Any]], given: str | None, is_tr
             source.pop("rewards", None)
     if score == "reward":
         return
-    own_settings = rewards.get("settings")
+    recorded = rewards.get("settings")
+    own_settings = recorded if isinstance(recorded, Mapping) else {}
     for section, names in REWARD_FIELDS.items():
         for name in names:
             settings.get(section, {}).pop(name, None)
@@ -186,8 +190,9 @@ def _select_scores(settings: dict[str, dict[str, Any]], given: str | None, is_tr
         rewards["functions"] = ["environment"]
     elif score in functions and ":" in score:
         rewards["functions"] = [score]
-        if isinstance(own_settings, Mapping) and score in own_settings:
-            rewards["settings"] = {score: own_settings[score]}
+    used = {score, *benchmarks} & {*REWARD_SCORES, *rewards.get("functions", ())}
+    if kept := {name: value for name, value in own_settings.items() if name in used}:
+        rewards["settings"] = kept
 
 
 def _drop_code_limits(settings: dict[str, dict[str, Any]]) -> None:

@@ -23,8 +23,14 @@ def reward_name(function: str) -> str:
 SCORES = ("correctness", "environment", "reward", "choice", "code_tests")
 """Built-in values of `heldout.score`."""
 
-VERDICTS = ("correctness", "choice", "code_tests")
+REWARD_SCORES = ("choice", "code_tests")
+"""Those of them that are built-in rewards, with settings in `rewards.settings`."""
+
+VERDICTS = ("correctness", *REWARD_SCORES)
 """Those of them by which a completion is right or wrong."""
+
+MAX_ENDS = 3
+"""Processes of an isolated reward that may end in a divided call before the remaining problems have no reward."""
 
 
 def derived_score(functions: Collection[str]) -> str:
@@ -41,4 +47,4 @@ def derived_score(functions: Collection[str]) -> str:
 
 def score_noun(score: str) -> str:
     """Return the word for the mean of a score over held-out completions: "accuracy" or "score"."""
-    return "accuracy" if score == "correctness" else "score"
+    return "accuracy" if score in VERDICTS else "score"

@@ -751,7 +751,8 @@ class Config:
 
     def needs_solutions_of(self, source: str) -> bool:
         """Return True if a built-in reward or score reads the solutions of a source's problems; each must have one."""
-        reads = not set(SOLUTION_REWARDS).isdisjoint(self.rewards_of(source))
+        is_trained_on = benchmark_score(source) is None
+        reads = is_trained_on and not set(SOLUTION_REWARDS).isdisjoint(self.rewards_of(source))
         return reads or self.heldout_score_of(source) in SOLUTION_REWARDS
 
     @property
@@ -762,7 +763,8 @@ class Config:
     @property
     def requires_isolation(self) -> bool:
         """True if every machine must be able to confine processes, which run code that the policy writes."""
-        grades_programs = "code_tests" in self.rewards.functions
+        scores = (self.heldout_score_of(self.source_of(key)) for key in self.heldout_keys)
+        grades_programs = "code_tests" in (*self.rewards.functions, *scores)
         of_reward = self.rewards.settings.get("code_tests", {}).get("isolation", "required")
         of_tools = self.rollout.isolation == "required" and self.rollout.runs_policy_code
         return of_tools or (grades_programs and of_reward == "required")

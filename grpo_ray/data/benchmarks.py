@@ -21,6 +21,15 @@ from grpo_ray.errors import DataError
 BOXED = r"Put the final answer in \boxed{}."
 BOXED_LETTER = r"Put the letter of the right choice in \boxed{}."
 PYTHON = "Answer with one block of Python."
+IMPORTS = """\
+import bisect, collections, functools, heapq, itertools, math, operator, random, re, string, sys
+from bisect import bisect_left, bisect_right
+from collections import Counter, OrderedDict, defaultdict, deque
+from functools import cache, lru_cache, reduce
+from heapq import heapify, heappop, heappush
+from itertools import accumulate, combinations, permutations, product
+from math import ceil, comb, floor, gcd, inf, sqrt"""
+"""Imports that the sites of LiveCodeBench's tasks make for a program."""
 MAX_TESTS_BYTES = 1 << 28
 """Largest size of the tests of a problem after decompression."""
 TEXT_OPCODES = frozenset({"PROTO", "FRAME", "MEMOIZE", "BINPUT", "LONG_BINPUT", "STOP"})
@@ -64,9 +73,12 @@ def gpqa(problem: Problem) -> Problem:
 def humaneval(problem: Problem) -> Problem:
     """Return a function of HumanEval (arXiv 2107.03374) to complete, with its test."""
     code, entry_point = _question(problem), problem.columns["entry_point"]
-    # Some tests call functions that stand before the one to complete.
+    # Tests and completions may use what stands before the function.
     before = code.rpartition(f"def {entry_point}(")[0]
-    tests = {"tests": problem.columns["tests"], "entry_point": entry_point, "setup": before or None}
+    tests = {
+        "tests": problem.columns["tests"], "entry_point": entry_point, "setup": before or None,
+        "preamble": before or None,
+    }  # fmt: skip
     return _problem(
         problem, f"Complete the last function.\n\n```python\n{code.strip()}\n```\n\n{PYTHON}", columns=tests
     )
@@ -77,7 +89,11 @@ def mbpp(problem: Problem) -> Problem:
     tests = list(problem.columns["tests"])
     prompt = f"{_question(problem)}\n\nYour code must pass these tests:\n\n" + "\n".join(tests)
     setup = problem.columns.get("setup") or None
-    return _problem(problem, f"{prompt}\n\n{PYTHON}", columns={"tests": tests, "entry_point": None, "setup": setup})
+    return _problem(
+        problem,
+        f"{prompt}\n\n{PYTHON}",
+        columns={"tests": tests, "entry_point": None, "setup": setup, "preamble": None},
+    )
 
 
 def livecodebench(problem: Problem) -> Problem:
@@ -90,7 +106,7 @@ def livecodebench(problem: Problem) -> Problem:
     else:
         form = f"Read from standard input, and print to standard output. {PYTHON}"
     return _problem(problem, f"{_question(problem)}\n\n{form}", columns={
-        "tests": json.dumps(tests), "entry_point": entry_point, "setup": None,
+        "tests": json.dumps(tests), "entry_point": entry_point, "setup": None, "preamble": IMPORTS,
     })  # fmt: skip
 
 
@@ -151,7 +167,8 @@ def benchmark_shards(benchmark: Benchmark, path: str, split: str, system_prompt:
     form = FORMS[benchmark.name]
     files = file_shards(path, form.columns)
     # Rows without a solution are different tasks even if their questions are equal.
-    files = [replace(each, needs_solution=form.has_solution, columns_decide=True) for each in files]
+    decide = not form.has_solution
+    files = [replace(each, needs_solution=form.has_solution, columns_decide=decide) for each in files]
     return [BenchmarkShard(each, benchmark, system_prompt) for each in files]
 
 
@@ -160,10 +177,15 @@ def _question(problem: Problem) -> str:
 
 
 def _problem(problem: Problem, prompt: str, solution: str = "", columns: Mapping[str, Any] | None = None) -> Problem:
-    """Return a problem with another content."""
+    """Return a problem with another content.
+
+    Its `question_id` is that of the row, so that `grpo-ray check` finds rows that are also trained on.
+    """
     messages = [{"role": "user", "content": prompt}]
-    digest = problem_id(messages, solution, columns)
-    return Problem(id=digest, prompt=messages, solution=solution, columns=columns or {}, where=problem.where)
+    return Problem(
+        id=problem_id(messages, solution, columns), prompt=messages, solution=solution, columns=columns or {},
+        where=problem.where, question_id=problem.question_id,
+    )  # fmt: skip
 
 
 def _private_tests(text: str, where: str) -> list[Any]:

@@ -114,7 +114,7 @@ def open_splits(
 
     def open_source(dataset: str, split: str, source: TrainingSource | None) -> Sequence[Shard]:
         name = "" if source is None else source.name
-        has_tests = "code_tests" in config.rewards_of(name)
+        has_tests = "code_tests" in (*config.rewards_of(name), config.heldout_score_of(name))
         shards = open_dataset(dataset, split, source or data, needs(name), config.columns_decide_tasks, has_tests)
         return (
             shards if source is None or not name else [SourceShard(each, name, source.environment) for each in shards]

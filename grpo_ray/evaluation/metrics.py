@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from grpo_ray.config.heldout_keys import HELDOUT
+from grpo_ray.config.reward_names import REWARD_SCORES
 from grpo_ray.config.schema import Config
 from grpo_ray.data.ledger import DatasetFingerprint
 from grpo_ray.data.problem import Problem
@@ -139,7 +140,8 @@ def _scoring_rewards(config: Config, source: str) -> dict[str, Any]:
         return {"functions": list(names), "settings": {k: v for k, v in all_settings.items() if k in names}} | (
             {"weights": [weights[index] for index in used]} if weights else {}
         )
-    return {"settings": dict(rewards.settings.get(score, {}))} if ":" in score else {}
+    has_settings = ":" in score or score in REWARD_SCORES
+    return {"settings": dict(rewards.settings.get(score, {}))} if has_settings else {}
 
 
 def heldout_metrics(results: Mapping[str, EvaluationResult], primary: str) -> dict[str, float]:

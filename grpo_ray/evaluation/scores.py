@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from grpo_ray.config.reward_names import reward_name
+from grpo_ray.config.reward_names import REWARD_SCORES, reward_name
 from grpo_ray.config.schema import Config
 from grpo_ray.data.problem import Problem
 from grpo_ray.rewards.environment import COLUMN as ENVIRONMENT_REWARD
@@ -124,10 +124,10 @@ def heldout_score(config: Config, source: str = "") -> HeldoutScore:
             is_verdict=True,
             is_share=True,
         )
-    if name in ("choice", "code_tests"):
+    if name in REWARD_SCORES:
         settings = dict(config.rewards.settings.get(name, {})) | ({"partial": False} if name == "code_tests" else {})
         compute = WeightedRewards([load_reward(name, **settings)], [name], [1.0])
-        return HeldoutScore(compute, is_verdict=name == "choice", is_share=True, reads_messages=True)
+        return HeldoutScore(compute, is_share=True, reads_messages=True)
     if name == "environment":
         return HeldoutScore(lambda problems, answers: [_limited(each.reward) for each in answers], is_share=True)
     if name == "reward":
@@ -169,7 +169,7 @@ class WeightedRewards:
     weights: Sequence[float]
 
     def __call__(self, problems: Sequence[Problem], answers: Sequence[Answer]) -> list[float | None]:
-        """Return the sum for each completion; None if no reward applies to it. Raises RewardError."""
+        """Return the sum for each completion; None if no reward applies to it or one has failed. Raises RewardError."""
         if not answers:
             return []
         messages, ids = [each.messages for each in answers], [each.token_ids for each in answers]
@@ -178,11 +178,14 @@ class WeightedRewards:
         # A rollout function gives the same names in all completions.
         arguments |= {name: [each.columns[name] for each in answers] for name in answers[0].columns}
         returned = [function(**arguments) for function in self.functions]
+        failed = {place for each in self.functions for place in getattr(each, "failed_places", ())}
         if coroutines := [each for each in returned if inspect.iscoroutine(each)]:
             awaited = iter(asyncio.run(_gather(coroutines)))
             returned = [next(awaited) if inspect.iscoroutine(each) else each for each in returned]
         columns = [read_rewards(name, each, len(answers)) for name, each in zip(self.names, returned, strict=True)]
-        return [self._sum(row) for row in zip(*columns, strict=True)]
+        # The sum without a part that failed would be another score.
+        rows = enumerate(zip(*columns, strict=True))
+        return [None if place in failed else self._sum(row) for place, row in rows]
 
     def _sum(self, rewards: Sequence[float | None]) -> float | None:
         applied = [weight * reward for weight, reward in zip(self.weights, rewards, strict=True) if reward is not None]

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from grpo_ray.processes.child import Child, start_child
 from grpo_ray.processes.messages import frame, receive_frame
-from grpo_ray.processes.process_tree import process_state
+from grpo_ray.processes.process_tree import descendants, process_state
 from grpo_ray.processes.request_server import READY
 
 
@@ -82,7 +82,11 @@ class RequestClient:
         child, self._child = self._child, None
         if child is None:
             return None
-        # It leads a group (`child.py`). If its connection closed first, it would exit with another code.
+        # It leads a group (`child.py`), which processes below it may have left. If its connection closed first, it
+        # would exit with another code.
+        for below in descendants(child.process.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(below, signal.SIGKILL)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.process.pid, signal.SIGKILL)
         code = child.process.wait()

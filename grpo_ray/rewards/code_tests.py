@@ -64,7 +64,7 @@ class CodeTests:
         if row.get("tests") is None:
             return None
         tests = read_tests(row["tests"], row.get("entry_point"), row.get("setup"))
-        return self._grader.submit(program_of(completion_text(completion)), tests)
+        return self._grader.submit(whole_program(completion, row.get("preamble")), tests)
 
     def __call__(
         self,
@@ -72,6 +72,7 @@ class CodeTests:
         tests: Sequence[Any] | None = None,
         entry_point: Sequence[str | None] | None = None,
         setup: Sequence[str | None] | None = None,
+        preamble: Sequence[str | None] | None = None,
         log_metric: Callable[[str, float], None] | None = None,
         **kwargs: Any,
     ) -> list[float | None]:
@@ -81,6 +82,7 @@ class CodeTests:
             tests: column with the tests of each problem; None in a row to which the reward does not apply.
             entry_point: column with the name of the tested function, for tests that need it.
             setup: column with Python code that runs before each test of a function.
+            preamble: column with Python code that stands before the program, such as the functions of its question.
             log_metric: receives `reward/code_tests_passed_share` (mean share of passed tests) and
                 `reward/code_tests_timeout_share` (share of tests that hit the time limit).
 
@@ -95,8 +97,8 @@ class CodeTests:
             for each, name, code in zip(tests, entry_point or nothing, setup or nothing, strict=True)
         ]
         futures = [
-            None if each is None else self._grader.submit(program_of(completion_text(completion)), each)
-            for completion, each in zip(completions, parsed, strict=True)
+            None if each is None else self._grader.submit(whole_program(completion, before), each)
+            for completion, before, each in zip(completions, preamble or nothing, parsed, strict=True)
         ]
         verdicts = [None if future is None else future.result() for future in futures]
         graded = [verdict for verdict in verdicts if verdict is not None]
@@ -112,6 +114,12 @@ class CodeTests:
     @property
     def _grader(self) -> CodeGrader:
         return shared_code_grader(self.limits)
+
+
+def whole_program(completion: Completion, preamble: str | None) -> str:
+    """Return the program of a completion after its preamble; "" without a program."""
+    program = program_of(completion_text(completion))
+    return f"{preamble}\n\n{program}" if preamble and program else program
 
 
 def read_tests(tests: Any, entry_point: str | None, setup: str | None) -> tuple[Test, ...]:

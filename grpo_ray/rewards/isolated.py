@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from grpo_ray.config.reward_names import reward_name
+from grpo_ray.config.reward_names import MAX_ENDS, reward_name
 from grpo_ray.errors import RewardError
 from grpo_ray.processes.request_client import RequestClient
 from grpo_ray.rewards.completions import select_rows
@@ -30,8 +30,6 @@ logger = logging.getLogger(__name__)
 MODULE = "grpo_ray.rewards.isolated_process"
 LOAD_SECONDS = 600.0
 """Time limit for the import of the user's modules, which may load models."""
-MAX_ENDS = 3
-"""Processes that may end in one call before the remaining problems have no reward: each may cost the time limit."""
 MAX_ANSWER_BYTES = 1 << 26
 GRACE_SECONDS = 30.0
 """Time after its limit in which a process ends itself."""
@@ -70,8 +68,12 @@ class IsolatedReward:
         self._is_loaded = False
         self._state: Any = None
         """Latest state of a reward that has one."""
+        self._is_dirty = False
+        """True if a call failed that may have left the state half changed."""
         self._ends = 0
         """Processes that have ended since the current call was divided."""
+        self.failed_places: Sequence[int] = ()
+        """Completions of the last call whose reward failed."""
         weakref.finalize(self, self._client.stop)
 
     def __call__(
@@ -85,12 +87,12 @@ class IsolatedReward:
         """Return the reward of each completion, (B,): None where the function says so, or fails.
 
         Raises:
-            RewardError: the function cannot be loaded, or a column cannot be passed to another process.
+            RewardError: the function cannot be loaded, or logs a metric under a name of the run's own.
         """
         arguments = {"completions": completions, "prompts": prompts, "log_metric": log_metric, **others}
         with self._lock:
-            rewards, failed = self._compute(arguments)
-        log_metric(FAILED_SHARE, failed / len(completions))
+            rewards, self.failed_places = self._compute(arguments)
+        log_metric(FAILED_SHARE, len(self.failed_places) / len(completions))
         return rewards
 
     def try_once(self, **arguments: Any) -> list[float | None]:
@@ -106,17 +108,18 @@ class IsolatedReward:
         with self._lock:
             self._stop()
 
-    def _compute(self, arguments: Arguments) -> tuple[list[float | None], int]:
-        """Return the reward of each completion, (B,), and the number of completions whose reward failed."""
+    def _compute(self, arguments: Arguments) -> tuple[list[float | None], list[int]]:
+        """Return the reward of each completion, (B,), and the places of those whose reward failed."""
         rewards: list[float | None] = [None] * len(arguments["completions"])
         try:
-            return self._request(arguments), 0
+            return self._request(arguments), []
         except _Failure as failure:
             logger.warning("reward %s failed for %d completions: %s", self.__name__, len(rewards), failure)
-        problems = _places_by_prompt(arguments["prompts"])
+        problems = _places_by_problem(arguments)
+        failed: list[int] = []
         if len(problems) == 1:
-            return rewards, len(rewards)
-        failed, self._ends = 0, 0
+            return rewards, problems[0]
+        self._ends = 0
         for places in problems:
             try:
                 if self._ends >= MAX_ENDS:
@@ -124,30 +127,30 @@ class IsolatedReward:
                 for place, reward in zip(places, self._request(select_rows(arguments, places)), strict=True):
                     rewards[place] = reward
             except _Failure as failure:
-                failed += len(places)
+                failed += places
                 logger.warning("reward %s failed for a problem: %s", self.__name__, failure)
         return rewards, failed
 
     def _request(self, arguments: Arguments) -> list[float | None]:
-        """Call the function once. Raises _Failure if it fails, and RewardError if it cannot be called."""
+        """Call the function once. Raises _Failure if it fails, and RewardError as `__call__` does."""
         self._load()
         state = arguments.get("trainer_state")
         answer = self._ask(
             {
                 "arguments": {key: value for key, value in arguments.items() if key not in _NOT_SENT},
                 "trainer_state": {key: getattr(state, key) for key in STATE_FIELDS if hasattr(state, key)},
+                "restored": self._state if self._is_dirty else None,
             },
             self._limits.seconds,
         )
+        self._is_dirty = "error" in answer
         if "error" in answer:
-            if self._state is not None:  # the call may have left it half changed
-                self._stop()
             raise _Failure(answer["error"])
-        self._state = answer.get("state")
         for name, value in answer["logged"]:
             arguments["log_metric"](name, value)
         for column in answer["extra"]:
             arguments["log_extra"](column, [])
+        self._state = answer.get("state")
         rewards: list[float | None] = answer["rewards"]
         return rewards
 
@@ -173,15 +176,13 @@ class IsolatedReward:
         self._is_loaded, self._state = True, answer.get("state")
 
     def _ask(self, message: dict[str, Any], seconds: float) -> dict[str, Any]:
-        """Return the answer of the process. Raises _Failure if it ends, and RewardError for a value that is no JSON."""
-        try:
-            request = json.dumps({**message, "seconds": seconds}).encode()
-        except (TypeError, ValueError):
-            raise RewardError(_unsendable(self._path, message)) from None
+        """Return the answer of the process. Raises _Failure if it ends."""
+        # Values that JSON does not have arrive as text, as those of columns do in training.
+        request = json.dumps({**message, "seconds": seconds}, default=str).encode()
         started = time.monotonic()
         answer, code = self._client.ask(request, MAX_ANSWER_BYTES, seconds + GRACE_SECONDS)
         if answer is None:
-            self._is_loaded = False
+            self._is_loaded = self._is_dirty = False
             self._ends += 1
             raise _Failure(_reason(code, time.monotonic() - started, seconds))
         decoded: dict[str, Any] = json.loads(answer)
@@ -189,7 +190,7 @@ class IsolatedReward:
 
     def _stop(self) -> None:
         self._client.stop()
-        self._is_loaded = False
+        self._is_loaded = self._is_dirty = False
 
 
 class StatefulIsolatedReward(IsolatedReward):
@@ -229,23 +230,10 @@ def _reason(code: int | None, seconds: float, limit: float) -> str:
     return f"its process was ended by signal {-code}" if code < 0 else f"its process ended with status {code}"
 
 
-def _unsendable(name: str, message: Mapping[str, Any]) -> str:
-    """Return the message for a setting or column whose values are of no JSON type."""
-    for key, value in {**message.get("arguments", {}), **message.get("settings", {})}.items():
-        try:
-            json.dumps(value)
-        except (TypeError, ValueError):
-            kind = "a setting" if "settings" in message else "a column"
-            return (
-                f"rewards.isolate: {key!r}, {kind} of reward {name!r}, has values that are not numbers, texts, lists "
-                "or mappings, and cannot be passed to another process; leave it out or convert it"
-            )
-    return f"rewards.isolate: the arguments of reward {name!r} cannot be passed to another process"
-
-
-def _places_by_prompt(prompts: Sequence[Any]) -> list[list[int]]:
+def _places_by_problem(arguments: Arguments) -> list[list[int]]:
     """Return the places of the completions of each problem."""
+    prompts = arguments["prompts"]
     places: dict[str, list[int]] = {}
-    for place, prompt in enumerate(prompts):
-        places.setdefault(json.dumps(prompt), []).append(place)
+    for place, problem in enumerate(zip(prompts, arguments.get("id") or prompts, strict=True)):
+        places.setdefault(json.dumps(problem), []).append(place)
     return list(places.values())

@@ -14,6 +14,8 @@ import resource
 import signal
 import socket
 import sys
+import threading
+import time
 import traceback
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +28,9 @@ from grpo_ray.text.redaction import redact
 
 MAX_ERROR = 500
 """Largest number of characters of an error's message."""
+PARENT_SECONDS = 2.0
+"""Interval at which the parent is looked for. The signal of `die_with_parent` follows the thread that started this
+process, which may end before the parent does."""
 
 
 class Server:
@@ -47,7 +52,10 @@ class Server:
             if "name" in message:
                 return _encode(self._load(message))
             # Random numbers depend on the arguments only, so that a step that is taken again has the same rewards.
-            _seed(hashlib.sha256(request).digest())
+            called_with = json.dumps([message["arguments"], message["trainer_state"]])
+            _seed(hashlib.sha256(called_with.encode()).digest())
+            if message["restored"] is not None:
+                self._reward.load_state_dict(message["restored"])
             return _encode(self._call(message["arguments"], message["trainer_state"]))
         except BaseException as error:  # any error, `SystemExit` too, of any code
             return _encode({"error": describe(error)})
@@ -103,12 +111,20 @@ def _seed(digest: bytes) -> None:
         sys.modules["torch"].manual_seed(number)
 
 
+def _end_with(parent: int) -> None:
+    """End this process and those of its group once its parent has ended, even during a call."""
+    while os.getppid() == parent:
+        time.sleep(PARENT_SECONDS)
+    os.killpg(0, signal.SIGKILL)
+
+
 def main(descriptor: int) -> None:
     """Serve until the client closes its end of the socket.
 
     Args:
         descriptor: of this end.
     """
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     os.dup2(2, 1)  # what the function prints goes where its errors go: into the worker's log
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with socket.socket(fileno=descriptor) as sock:

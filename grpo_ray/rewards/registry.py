@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_ray.config.import_path import import_callable
-from grpo_ray.config.reward_names import is_reward_model
+from grpo_ray.config.reward_names import REWARD_SCORES, is_reward_model
 from grpo_ray.config.schema import Config, RewardsConfig
 from grpo_ray.config.similar_names import suggestion
 from grpo_ray.errors import ConfigError, RewardError
@@ -154,7 +154,8 @@ def load_rewards(config: RewardsConfig, names: Sequence[str] | None = None) -> l
         RewardError: As in `load_reward`; there are settings for a reward that is not used; or the folder of a reward
             model does not exist or has no config.json.
     """
-    if unused := sorted(set(config.settings) - set(config.functions)):
+    # `REWARD_SCORES` may be held-out scores only (`config/checks.py`).
+    if unused := sorted(set(config.settings) - {*config.functions, *REWARD_SCORES}):
         raise RewardError(
             f"rewards.settings has {unused[0]!r}, which rewards.functions does not name; add it there or remove it"
         )

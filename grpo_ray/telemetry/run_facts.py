@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
+from grpo_ray.config.benchmarks import find_benchmark
 from grpo_ray.config.checks import changes_difficulty
 from grpo_ray.config.fields import type_adapter
 from grpo_ray.config.reward_names import derived_score, score_noun
@@ -80,7 +81,11 @@ class RunFacts:
 
 
 def _recorded_score(config: Mapping[str, Any]) -> str:
-    """Return `heldout.score` of a recorded config, or what is derived from its rewards."""
+    """Return the score of the first held-out set of a recorded config."""
+    sets = _section(config, "data").get("heldout")
+    first = next(iter(sets.values()), None) if isinstance(sets, Mapping) else sets
+    if isinstance(first, str) and (benchmark := find_benchmark(first)):
+        return benchmark[0].score
     functions = _section(config, "rewards").get("functions")
     names = [str(name) for name in functions] if isinstance(functions, list) and functions else ["correctness"]
     return str(_section(config, "heldout").get("score") or derived_score(names))

@@ -330,6 +330,9 @@ TESTS: dict[str, TestFiles] = {
     "rewards/choice.py": TestFiles(unit=("rewards/test_choice.py",)),
     "rewards/json_format.py": TestFiles(unit=("rewards/test_json_format.py",)),
     "processes/request_client.py": TestFiles(unit=("processes/test_request_client.py", "rewards/test_isolated.py")),
+    "data/benchmarks.py": TestFiles(unit=("data/test_benchmarks.py",), integration=("evaluation/test_suite.py",)),
+    "config/schema.py": TestFiles(unit=("data/test_benchmarks.py", "config/test_schema.py")),
+    "rewards/code_tests.py": TestFiles(unit=("rewards/test_code_tests.py", "data/test_benchmarks.py")),
     "rewards/isolated.py": TestFiles(unit=("rewards/test_isolated.py",), integration=("rewards/test_isolated_run.py",)),
     "rewards/isolated_process.py": TestFiles(
         unit=("rewards/test_isolated.py",), integration=("rewards/test_isolated_run.py",)
@@ -1179,14 +1182,14 @@ FAULTS = (
     Fault(
         "isolated-reward-fails-for-single-completions",
         "rewards/isolated.py",
-        "places.setdefault(json.dumps(prompt), []).append(place)",
+        "places.setdefault(json.dumps(problem), []).append(place)",
         "places[str(place)] = [place]",
     ),
     Fault(
         "isolated-reward-keeps-the-state-of-a-failed-call",
         "rewards/isolated.py",
-        "if self._state is not None:  # the call may have left it half changed",
-        "if False:",
+        '"restored": self._state if self._is_dirty else None,',
+        '"restored": None,',
     ),
     Fault(
         "isolated-reward-restarts-without-end",
@@ -1199,6 +1202,30 @@ FAULTS = (
         "rewards/isolated_process.py",
         "random.seed(digest)",
         "random.seed()",
+    ),
+    Fault(
+        "heldout-score-leaves-out-a-failed-reward",
+        "evaluation/scores.py",
+        "None if place in failed else self._sum(row)",
+        "self._sum(row)",
+    ),
+    Fault(
+        "choices-of-gpqa-in-the-order-of-the-file",
+        "data/benchmarks.py",
+        'choices = sorted([right, *wrong], key=lambda each: hashlib.sha256(f"{question}\\n{each}".encode()).digest())',
+        "choices = [right, *wrong]",
+    ),
+    Fault(
+        "functions-of-a-question-are-unknown-to-its-program",
+        "rewards/code_tests.py",
+        'return f"{preamble}\\n\\n{program}" if preamble and program else program',
+        "return program",
+    ),
+    Fault(
+        "benchmark-scored-by-the-runs-score",
+        "config/schema.py",
+        "benchmark_score(source) or self.heldout.score or derived_score",
+        "self.heldout.score or derived_score",
     ),
     Fault(
         "processes-of-an-isolated-reward-outlive-it",

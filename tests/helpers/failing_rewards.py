@@ -77,6 +77,11 @@ def lucky(completions: list[Any], **columns: Any) -> list[float]:
     return [random.random() for _ in completions]
 
 
+def days(completions: list[Any], day: list[str], **columns: Any) -> list[float]:
+    """Reward the day of a date that arrived as text."""
+    return [float(each.rpartition("-")[2]) for each in day]
+
+
 def process(completions: list[Any], **columns: Any) -> list[float]:
     """Return the id of this process."""
     return [float(os.getpid()) for _ in completions]

@@ -282,6 +282,11 @@ VIOLATIONS = {
     "every_reward_has_a_weight": ["grpo.reward_weights=[1, 2]"],
     "reward_names_differ": ["rewards.functions=[correctness, correctness]"],
     "limits_are_of_isolated_rewards": ["rewards.isolate_seconds=5"],
+    "settings_are_of_rewards": ["rewards.settings={choice: {choices: AB}}"],
+    "benchmarks_have_no_environment": [
+        "data.heldout=math500",
+        "rollout.environment='grpo_ray.tools.examples:Guess'",
+    ],
     "sources_name_what_exists": ["data.train={a: {path: arithmetic, rewards: [boxed_format]}}"],
     "heldout_score_is_known": ["heldout.score=corectness"],
     "eased_conciseness_knows_the_success_rate": ["rewards.functions=[eased_conciseness]"],
@@ -437,6 +442,14 @@ def test_config_rollout_function_may_score_and_have_settings() -> None:
 def test_config_limits_of_isolated_rewards_need_isolation(limit: str) -> None:
     assert config_error(limit) == f"{limit} has no effect with rewards.isolate=false; set rewards.isolate=true"
     assert load_config(None, [limit, "rewards.isolate=true"]).rewards.isolate
+
+
+def test_config_isolated_calls_longer_than_the_watchdog_waits_raise() -> None:
+    settings = ["rewards.functions=[correctness, 'a:b']", "rewards.isolate=true", "run.hang_seconds=240"]
+    assert "4 calls of up to rewards.isolate_seconds=60 seconds of 1 functions may take longer than" in config_error(
+        *settings
+    )
+    assert load_config(None, [*settings, "rewards.isolate_seconds=59"]).rewards.isolate
 
 
 REMOTE = "rollout.tools=['grpo_ray.tools.remote_python:python']"

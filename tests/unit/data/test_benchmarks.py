@@ -13,15 +13,19 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from grpo_ray.cli import with_suite
 from grpo_ray.config.benchmarks import BENCHMARKS, find_benchmark, parse_suite
 from grpo_ray.config.loader import load_config
-from grpo_ray.config.schema import DataConfig
+from grpo_ray.config.recorded import evaluation_settings
+from grpo_ray.config.schema import DataConfig, RolloutConfig
 from grpo_ray.data import benchmarks
 from grpo_ray.data.benchmarks import FORMS
-from grpo_ray.data.problem import Problem
+from grpo_ray.data.ledger import DatasetFingerprint
+from grpo_ray.data.problem import Problem, parse_problem
 from grpo_ray.data.registry import open_dataset
 from grpo_ray.data.stream import open_splits
 from grpo_ray.errors import ConfigError, DataError
+from grpo_ray.evaluation.metrics import measurement_conditions
 from grpo_ray.evaluation.scores import Answer, heldout_scores
 
 PUBLIC = [{"input": "1 2\n", "output": "3\n", "testtype": "stdin"}]
@@ -69,7 +73,7 @@ ROWS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """Benchmark -> a row of its file, with the columns of the hub."""
 
-SUM = "a, b = map(int, input().split())\nprint({})"
+SUM = "assert sqrt(4) == 2 and deque([1])\na, b = map(int, input().split())\nprint({})"
 COMPLETIONS = {
     "math500": (r"So \boxed{(3, \pi/2)}.", r"So \boxed{(3, \pi)}."),
     "aime24": (r"\boxed{204}", r"\boxed{205}"),
@@ -77,8 +81,8 @@ COMPLETIONS = {
     "amc": (r"\boxed{142}", r"\boxed{14.2}"),
     "olympiadbench": (r"\boxed{-3, 2}", r"\boxed{2}"),
     "gpqa": (r"\boxed{RIGHT}", r"\boxed{WRONG}"),
-    "humaneval": (
-        "```python\ndef decode(text):\n    return text[::-1]\n```",
+    "humaneval": (  # a completion may use what the question shows
+        "```python\ndef decode(text):\n    return encode(text)\n```",
         "```python\ndef decode(text):\n    return text\n```",
     ),
     "mbpp": ("```python\ndef add(a, b):\n    return a + b\n```", "```python\ndef add(a, b):\n    return 3\n```"),
@@ -233,6 +237,49 @@ def test_benchmark_is_not_trained_on(tmp_path: Path) -> None:
     path = write(tmp_path / "aime.parquet", [ROWS["aime24"]])
     with pytest.raises(DataError, match=r"^aime24 is a benchmark and is not trained on; name it in data\.heldout"):
         open_splits(load_config(None, [f"data.train=aime24={path}"]))
+
+
+def test_row_that_is_trained_on_has_the_same_question_id(problem_of: Callable[..., Problem]) -> None:
+    row = ROWS["math500"]
+    trained = parse_problem({"prompt": row["problem"], "solution": row["answer"], "level": 2}, where="here")
+    assert problem_of("math500").question_id == trained.question_id
+
+
+def test_suite_takes_the_tools_of_the_run_and_nothing_else(tmp_path: Path) -> None:
+    settings = [
+        "rollout.environment='grpo_ray.tools.examples:Guess'", "rewards.functions=[environment, choice]",
+        "grpo.reward_weights=[1, 2]", "rewards.settings={choice: {choices: ABCDE}}", "data.train=guessing",
+        "data.heldout_limit=7",
+    ]  # fmt: skip
+    config = with_suite(load_config(None, settings), "gpqa,humaneval", [])
+    assert config.rollout == RolloutConfig() and config.data.heldout_limit is None
+    assert config.rewards.functions == ("correctness",) and config.requires_isolation
+    assert config.rewards.settings == {"choice": {"choices": "ABCDE"}}
+    assert [config.needs_solutions_of(config.source_of(key)) for key in config.heldout_keys] == [True, False]
+    assert with_suite(load_config(None, settings), "gpqa", ["data.heldout_limit=7"]).data.heldout_limit == 7
+    tools = "rollout.tools=['grpo_ray.tools.python_tool:python']"
+    assert with_suite(load_config(None, [tools]), "aime25", []).rollout.tools
+
+
+def test_run_measured_on_benchmarks_alone_needs_no_trust() -> None:
+    recorded = load_config(None, [
+        "rewards.functions=['mine:f', code_tests]", "data.heldout={m: math500, h: humaneval}",
+        "rewards.settings={code_tests: {cpu_seconds: 9}, 'mine:f': {a: 1}}",
+    ]).to_dict()  # fmt: skip
+    settings = evaluation_settings(
+        recorded, data_is_given=False, trusts_tools=False, trusts_engine=False, trusts_rewards=False
+    )
+    assert settings["rewards"]["settings"] == {"code_tests": {"cpu_seconds": 9}}
+    assert "functions" not in settings["rewards"]
+
+
+def test_settings_of_a_score_are_conditions_of_its_measurement() -> None:
+    fingerprint = DatasetFingerprint(count=1, checksum="0" * 32)
+    found = [
+        measurement_conditions({"heldout": fingerprint}, load_config(None, ["data.heldout=gpqa", *more]))
+        for more in ([], ["rewards.settings={choice: {choices: ABCDEF}}"])
+    ]
+    assert found[0] != found[1]
 
 
 def test_system_prompt_is_that_of_the_run(tmp_path: Path) -> None:

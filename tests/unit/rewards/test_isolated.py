@@ -1,7 +1,10 @@
 """Reward functions of the user in processes of their own, with functions that fail."""
 
+import datetime
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,10 +16,12 @@ from process_watch import wait_until
 
 from grpo_ray.config.loader import load_config
 from grpo_ray.config.schema import RewardsConfig
+from grpo_ray.data.problem import parse_problem
 from grpo_ray.errors import RewardError
+from grpo_ray.evaluation.scores import Answer, WeightedRewards
 from grpo_ray.processes.process_tree import process_state
 from grpo_ray.rewards.isolated import IsolatedReward
-from grpo_ray.rewards.registry import load_rewards
+from grpo_ray.rewards.registry import load_reward, load_rewards
 
 SECONDS = 3.0
 """Time limit of calls that hang; others have the default."""
@@ -158,6 +163,43 @@ def test_process_ends_with_its_reward(isolated: Any) -> None:
     assert process_state(int(pid)) == ""
 
 
+def test_errors_start_no_process_again(isolated: Any) -> None:
+    reward = isolated("Count")
+    (first,) = reward("a")
+    pid = reward.reward._client.pid
+    assert reward("raise", "b", "raise", prompts=["p", "q", "r"]) == [None, 1.0, None]
+    assert first == 0.0 and reward.reward._client.pid == pid
+
+
+def test_equal_prompts_of_two_problems_are_called_on_their_own(isolated: Any) -> None:
+    assert isolated("length")("raise", "ab", id=["p", "q"]) == [None, 2.0]
+
+
+def test_failed_reward_leaves_no_heldout_score(isolated: Any) -> None:
+    problems = [parse_problem({"prompt": f"{n}?", "solution": "$1$"}, where="here") for n in range(3)]
+    texts = ["ab", "raise", "abc"]
+    answers = [Answer(text, text, 1, False, messages=text, token_ids=[1]) for text in texts]
+    functions = [isolated("length").reward, load_reward("soft_overlong", max_length=9, buffer=1)]
+    score = WeightedRewards(functions, ["length", "soft_overlong"], [1.0, 1.0])
+    assert score(problems, answers) == [2.0, None, 3.0]
+
+
+def test_process_ends_with_its_parent(tmp_path: Path) -> None:
+    """Also within a call that never ends."""
+    file, program = tmp_path / "pid", "; ".join([
+        "from grpo_ray.rewards.isolated import *", "import os, sys",
+        "name, limits = 'failing_rewards:with_a_child', Limits(seconds=999, memory_gib=None)",
+        "reward = IsolatedReward(name, {'file': sys.argv[1]}, limits)",
+        "reward(completions=['a'], prompts=['p'], log_metric=print)",
+    ])  # fmt: skip
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    parent = subprocess.Popen([sys.executable, "-c", program, str(file)], env=environment)
+    wait_until(lambda: file.exists() and file.read_text() != "")
+    parent.kill()
+    parent.wait()
+    wait_until(lambda: process_state(int(file.read_text())) in ("", "Z"))
+
+
 def test_state_is_that_after_the_last_call_that_held(isolated: Any) -> None:
     reward = isolated("Count", {"first": 3})
     assert reward.reward.state_dict() == {"texts": 3}
@@ -174,16 +216,9 @@ def test_reward_without_a_state_saves_none(isolated: Any) -> None:
     assert not hasattr(isolated("length").reward, "state_dict")
 
 
-@pytest.mark.parametrize(
-    ("columns", "message"),
-    [
-        ({"when": [object()]}, "'when', a column of reward 'failing_rewards:length', has values that are not numbers"),
-        ({"when": [{"a": b"bytes"}]}, "'when', a column"),
-    ],
-)
-def test_column_of_another_kind_raises(isolated: Any, columns: Mapping[str, Any], message: str) -> None:
-    with pytest.raises(RewardError, match=message):
-        isolated("length")("a", **columns)
+def test_column_that_json_does_not_have_arrives_as_text(isolated: Any) -> None:
+    """As in training, whose columns pass through JSON."""
+    assert isolated("days")("a", "b", day=[datetime.date(2026, 1, 2), datetime.date(2026, 3, 4)]) == [2.0, 4.0]
 
 
 def test_trial_raises_what_a_run_counts(isolated: Any) -> None:
