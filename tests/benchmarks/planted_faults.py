@@ -196,7 +196,8 @@ TESTS: dict[str, TestFiles] = {
     ),
     "evaluation/probes.py": TestFiles(unit=("evaluation/test_probes.py",)),
     "evaluation/scores.py": TestFiles(
-        unit=("evaluation/test_scores.py",), integration=("driver/test_heldout_score_run.py",)
+        unit=("evaluation/test_scores.py", "rewards/test_isolated.py"),
+        integration=("driver/test_heldout_score_run.py",),
     ),
     "evaluation/solve.py": TestFiles(unit=("evaluation/test_solve.py",), integration=RUNS),
     "inference/arguments.py": TestFiles(
