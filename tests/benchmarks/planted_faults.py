@@ -368,7 +368,7 @@ TESTS: dict[str, TestFiles] = {
     "text/redaction.py": TestFiles(unit=("text/test_redaction.py",)),
     "training/problem_loader.py": TestFiles(
         unit=("training/test_problem_loader.py",),
-        integration=("data/test_stream.py", *RUNS),
+        integration=("training/test_problem_loader.py", "data/test_stream.py", *RUNS),
         fault_injection=("test_resume.py", "test_survival.py"),
     ),
     "training/report_callback.py": TestFiles(
@@ -971,7 +971,7 @@ FAULTS = (
         "inference/engine.py",
         "        self._empty_prefix_cache()\n        self._prove_weights()",
         "        self._empty_prefix_cache()",
-        integration=("inference/test_weight_proof.py", "driver/test_run.py"),
+        integration=("learner/test_minimal_loop.py", "inference/test_weight_proof.py", "driver/test_run.py"),
     ),
     Fault(
         "old-copies-beside-new-weights-pass",

@@ -147,6 +147,23 @@ def test_proof_first_load_in_the_wrong_order_raises() -> None:
         engine.sync(sent(model))
 
 
+def test_proof_of_a_weight_that_is_cut_short_raises() -> None:
+    model, engine = TinyPolicy(), TinyEngine(torch.float32)
+    load = engine._load_one
+
+    def cut(name: str, weight: torch.Tensor) -> None:
+        if name != "layers.0.norm":
+            load(name, weight)
+            return
+        norm = engine.parameters[name].data
+        norm[: HIDDEN - 2].copy_(weight[: HIDDEN - 2])
+        norm[HIDDEN - 2 :].fill_(0)  # as if it were padding
+
+    engine._load_one = cut  # type: ignore[method-assign]
+    with pytest.raises(SyncError, match=rf"of {HIDDEN} elements of layers\.0\.norm only {HIDDEN - 2} were copied"):
+        engine.sync(sent(model))
+
+
 def test_proof_without_a_sent_weight_raises() -> None:
     model, engine = TinyPolicy(), TinyEngine(torch.float32)
     engine.sync(sent(model))
