@@ -48,14 +48,14 @@ def test_run_after_cluster_stop_resumes(small_run: Callable[..., Any], policy: P
 def test_elastic_run_on_gpus_shrinks_and_grows(policy: Path, tmp_path: Path) -> None:
     """Nodes with GPUs are lost and added while checkpoints are measured beside training; the nodes have CPUs to spare,
     so that GPUs alone limit the workers."""
-    steps, folder = 60, tmp_path / "gpus"
+    steps, folder, seconds = 60, tmp_path / "gpus", tmp_path / "seconds"
     overrides = [
         *small_settings("gpus", tmp_path, policy),
         *["cluster.use_gpu=true", "model.dtype=float32", "run.measure=background", "cluster.threads_per_worker=1"],
         *["cluster.num_workers=[1, 2]", f"grpo.max_steps={steps}", "grpo.save_steps=10", "data.heldout_limit=8"],
         *[
             "rewards.functions=['correctness', 'reward_spies:wait', 'reward_spies:on_a_gpu']",
-            "rewards.settings={'reward_spies:wait': {seconds: 1}}",
+            f"rewards.settings={{'reward_spies:wait': {{seconds: '{seconds}'}}}}",
         ],
         "run.max_failures=5",
     ]
@@ -63,6 +63,12 @@ def test_elastic_run_on_gpus_shrinks_and_grows(policy: Path, tmp_path: Path) -> 
     def workers() -> list[int]:
         return [event["workers"] for event in events_of(folder, "began")]
 
+    def wait_in_each_step(text: str) -> None:
+        new = tmp_path / "new"
+        new.write_text(text)
+        new.replace(seconds)  # a worker reads the old or the new number
+
+    wait_in_each_step("1")
     with several_nodes() as nodes:
         nodes.add_node(8, gpus=2)
         other = nodes.add_node(8, gpus=1)
@@ -70,10 +76,12 @@ def test_elastic_run_on_gpus_shrinks_and_grows(policy: Path, tmp_path: Path) -> 
         wait_for(lambda: _step(folder) >= 12 or run.poll() is not None, "step 12", LONG)
         assert run.poll() is None, run.communicate()[0]
         assert workers() == [2]  # of three GPUs, one is for the engine that measures
+        wait_in_each_step("8")  # so that the run does not end before a busy machine has started another node
         nodes.kill_node(other)
         wait_for(lambda: workers()[-1] == 1 or run.poll() is not None, "one worker", LONG)
         nodes.add_node(8, gpus=1)
         wait_for(lambda: workers()[-1] == 2 or run.poll() is not None, "two workers", LONG)
+        wait_in_each_step("0.5")
         output, _ = run.communicate(timeout=LONG)
     assert run.returncode == 0, output
     assert workers()[0] == workers()[-1] == 2 and 1 in workers()

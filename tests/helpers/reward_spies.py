@@ -57,9 +57,9 @@ def falling(completions: list[Any], trainer_state: Any, **kwargs: Any) -> list[f
     return [-float(trainer_state.global_step)] * len(completions)
 
 
-def wait(completions: list[Any], *, seconds: float, **kwargs: Any) -> list[float]:
-    """Sleep, and return zeros."""
-    time.sleep(seconds)
+def wait(completions: list[Any], *, seconds: float | str, **kwargs: Any) -> list[float]:
+    """Sleep, and return zeros. `seconds` may be a file with the number, which a test changes while a run goes on."""
+    time.sleep(float(Path(seconds).read_text()) if isinstance(seconds, str) else seconds)
     return [0.0] * len(completions)
 
 
