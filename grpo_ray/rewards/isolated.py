@@ -65,7 +65,7 @@ class IsolatedReward:
         self._path, self._settings, self._limits = name, dict(settings), limits
         self._client = RequestClient(MODULE, lambda variable: True)
         self._lock = threading.Lock()
-        self._is_loaded = False
+        self._is_loaded = self._was_loaded = False
         self._state: Any = None
         """Latest state of a reward that has one."""
         self._is_dirty = False
@@ -155,7 +155,12 @@ class IsolatedReward:
         return rewards
 
     def _load(self) -> None:
-        """Start the process and load the reward, unless it is loaded. Raises RewardError."""
+        """Start the process and load the reward, unless it is loaded.
+
+        Raises:
+            RewardError: it cannot be loaded.
+            _Failure: it cannot be loaded again, after it was.
+        """
         if self._is_loaded and not self._client.has_ended:
             return
         self._stop()
@@ -169,11 +174,13 @@ class IsolatedReward:
         }
         try:
             answer = self._ask(request, LOAD_SECONDS)
+            if "error" in answer:
+                raise _Failure(answer["error"])
         except _Failure as failure:
+            if self._was_loaded:
+                raise
             raise RewardError(f"reward {self._path!r} cannot be loaded in a process of its own: {failure}") from None
-        if "error" in answer:
-            raise RewardError(f"reward {self._path!r} cannot be loaded in a process of its own: {answer['error']}")
-        self._is_loaded, self._state = True, answer.get("state")
+        self._is_loaded, self._was_loaded, self._state = True, True, answer.get("state")
 
     def _ask(self, message: dict[str, Any], seconds: float) -> dict[str, Any]:
         """Return the answer of the process. Raises _Failure if it ends."""
@@ -194,7 +201,10 @@ class IsolatedReward:
 
 
 class StatefulIsolatedReward(IsolatedReward):
-    """Isolated reward of a class with `state_dict` and `load_state_dict`: the state after the last call that held."""
+    """Isolated reward of a class with `state_dict` and `load_state_dict`.
+
+    Its state is that after the last successful call.
+    """
 
     def state_dict(self) -> Any:
         """Return the state, of JSON types; of a reward that was not called yet, its first one."""

@@ -200,7 +200,7 @@ def test_process_ends_with_its_parent(tmp_path: Path) -> None:
     wait_until(lambda: process_state(int(file.read_text())) in ("", "Z"))
 
 
-def test_state_is_that_after_the_last_call_that_held(isolated: Any) -> None:
+def test_state_is_that_after_the_last_successful_call(isolated: Any) -> None:
     reward = isolated("Count", {"first": 3})
     assert reward.reward.state_dict() == {"texts": 3}
     assert reward("a", "b") == [3.0, 4.0]
@@ -257,6 +257,22 @@ def test_module_that_ends_its_process_cannot_be_loaded(
         (reward,) = load_rewards(RewardsConfig(functions=(path,), isolate=True))
         with pytest.raises(RewardError, match=f"'{path}' cannot be loaded in a process of its own: {reason}"):
             Loaded(reward)("a")
+
+
+def test_reward_that_cannot_be_loaded_again_has_failed(
+    isolated: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    module = tmp_path / "fragile.py"
+    module.write_text(
+        "import os\n\ndef pay(completions, **columns):\n    return [1.0] if completions == ['a'] else os._exit(5)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    (own,) = load_rewards(RewardsConfig(functions=("fragile:pay",), isolate=True))
+    reward = Loaded(own)
+    assert reward("a") == [1.0] and reward("b") == [None]
+    module.write_text("raise KeyError('gone')\n")
+    assert reward("a") == [None] and reward.failed_share == 1.0
+    assert "KeyError: 'gone'" in caplog.text
 
 
 def test_killed_process_is_started_again(isolated: Any) -> None:
