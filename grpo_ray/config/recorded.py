@@ -190,7 +190,8 @@ def _select_scores(settings: dict[str, dict[str, Any]], given: str | None, is_tr
         rewards["functions"] = ["environment"]
     elif score in functions and ":" in score:
         rewards["functions"] = [score]
-    used = {score, *benchmarks} & {*REWARD_SCORES, *rewards.get("functions", ())}
+    named = [*benchmarks, score]  # the recorded score may be of any type
+    used = [each for each in (*REWARD_SCORES, *rewards.get("functions", ())) if each in named]
     if kept := {name: value for name, value in own_settings.items() if name in used}:
         rewards["settings"] = kept
 
