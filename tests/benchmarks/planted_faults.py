@@ -971,7 +971,7 @@ FAULTS = (
         "inference/engine.py",
         "        self._empty_prefix_cache()\n        self._prove_weights()",
         "        self._empty_prefix_cache()",
-        integration=("learner/test_minimal_loop.py", "inference/test_weight_proof.py", "driver/test_run.py"),
+        integration=("inference/test_weight_proof.py", "driver/test_run.py"),
     ),
     Fault(
         "old-copies-beside-new-weights-pass",
