@@ -553,9 +553,8 @@ def with_suite(config: Config, suite: str, overrides: Sequence[str]) -> Config:
     """
     rollout = config.rollout
     is_limited = any(word.startswith("data.heldout_limit=") for word in overrides)
-    settings = {name: value for name, value in config.rewards.settings.items() if name in REWARD_SCORES}
     sets = parse_suite(suite)
-    scores = {BENCHMARKS[name].score for name in sets}
+    scores = {BENCHMARKS[name].score for name in sets} & {*REWARD_SCORES}
     return replace(
         config,
         run=replace(config.run, best_metric=RunConfig.best_metric),
@@ -569,7 +568,7 @@ def with_suite(config: Config, suite: str, overrides: Sequence[str]) -> Config:
         rewards=replace(
             config.rewards,
             functions=("correctness",),
-            settings={name: value for name, value in settings.items() if name in scores},
+            settings={name: value for name, value in config.rewards.settings.items() if name in scores},
         ),
         grpo=replace(config.grpo, trl={k: v for k, v in config.grpo.trl.items() if k != "reward_weights"}),
         rollout=replace(rollout, environment=None, function=None, settings={}) if rollout.tools else RolloutConfig(),

@@ -14,7 +14,7 @@ from urllib.parse import SplitResult, urlsplit
 from grpo_ray.config.benchmarks import find_benchmark
 from grpo_ray.config.fields import override_text
 from grpo_ray.config.heldout_keys import HELDOUT
-from grpo_ray.config.reward_names import MAX_ENDS, REWARD_SCORES, SCORES, is_reward_model, reward_name
+from grpo_ray.config.reward_names import MAX_ENDED_PROCESSES, REWARD_SCORES, SCORES, is_reward_model, reward_name
 from grpo_ray.config.sampling import MIN_TEMPERATURE, TRL_FIELDS
 from grpo_ray.config.similar_names import suggestion
 from grpo_ray.config.sources import CHECKPOINT_PREFIX
@@ -630,9 +630,10 @@ def limits_are_of_isolated_rewards(config: "Config") -> str | None:
         if not rewards.isolate and (given := getattr(rewards, name)) != getattr(defaults, name):
             return f"rewards.{name}={given} has no effect with rewards.isolate=false; set rewards.isolate=true"
     own = sum(":" in name for name in rewards.functions)
-    if rewards.isolate and own * (MAX_ENDS + 1) * rewards.isolate_seconds >= config.run.hang_seconds:
+    calls = MAX_ENDED_PROCESSES + 1
+    if rewards.isolate and own * calls * rewards.isolate_seconds >= config.run.hang_seconds:
         return (
-            f"{MAX_ENDS + 1} calls of up to rewards.isolate_seconds={rewards.isolate_seconds:g} seconds of {own} "
+            f"{calls} calls of up to rewards.isolate_seconds={rewards.isolate_seconds:g} seconds of {own} "
             f"functions may take longer than run.hang_seconds={config.run.hang_seconds:g}, after which the run counts "
             "as hanging; lower the first, or raise run.hang_seconds"
         )

@@ -20,16 +20,16 @@ def reward_name(function: str) -> str:
     return function.rpartition(":")[2].rpartition("/")[2]
 
 
-SCORES = ("correctness", "environment", "reward", "choice", "code_tests")
-"""Built-in values of `heldout.score`."""
-
 REWARD_SCORES = ("choice", "code_tests")
-"""Those of them that are built-in rewards, with settings in `rewards.settings`."""
+"""Built-in values of `heldout.score` that are rewards, with settings in `rewards.settings`."""
+
+SCORES = ("correctness", "environment", "reward", *REWARD_SCORES)
+"""Built-in values of `heldout.score`."""
 
 VERDICTS = ("correctness", *REWARD_SCORES)
 """Those of them by which a completion is right or wrong."""
 
-MAX_ENDS = 3
+MAX_ENDED_PROCESSES = 3
 """Processes of an isolated reward that may end in a divided call before the remaining problems have no reward."""
 
 

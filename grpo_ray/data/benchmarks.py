@@ -58,12 +58,9 @@ def math(problem: Problem) -> Problem:
 
 
 def gpqa(problem: Problem) -> Problem:
-    """Return a multiple-choice question of GPQA (arXiv 2311.12022). Raises DataError if it lacks a wrong answer."""
+    """Return a multiple-choice question of GPQA (arXiv 2311.12022)."""
     question = _question(problem)
-    try:
-        wrong = [str(problem.columns[f"Incorrect Answer {number}"]).strip() for number in (1, 2, 3)]
-    except KeyError as error:
-        raise DataError(f"{problem.where}: no column {error}") from None
+    wrong = [str(problem.columns[f"Incorrect Answer {number}"]).strip() for number in (1, 2, 3)]
     right = problem.solution.strip()
     choices = sorted([right, *wrong], key=lambda each: hashlib.sha256(f"{question}\n{each}".encode()).digest())
     lettered = "\n".join(f"({letter}) {choice}" for letter, choice in zip("ABCD", choices, strict=True))

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from grpo_ray.config.reward_names import MAX_ENDS, reward_name
+from grpo_ray.config.reward_names import MAX_ENDED_PROCESSES, reward_name
 from grpo_ray.errors import RewardError
 from grpo_ray.processes.request_client import RequestClient
 from grpo_ray.rewards.completions import select_rows
@@ -122,8 +122,8 @@ class IsolatedReward:
         self._ends = 0
         for places in problems:
             try:
-                if self._ends >= MAX_ENDS:
-                    raise _Failure(f"not called, since {MAX_ENDS} processes have ended in this step")
+                if self._ends >= MAX_ENDED_PROCESSES:
+                    raise _Failure(f"not called, since {MAX_ENDED_PROCESSES} processes have ended in this step")
                 for place, reward in zip(places, self._request(select_rows(arguments, places)), strict=True):
                     rewards[place] = reward
             except _Failure as failure:

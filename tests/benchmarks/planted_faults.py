@@ -1195,7 +1195,7 @@ FAULTS = (
     Fault(
         "isolated-reward-restarts-without-end",
         "rewards/isolated.py",
-        "if self._ends >= MAX_ENDS:",
+        "if self._ends >= MAX_ENDED_PROCESSES:",
         "if False:",
     ),
     Fault(

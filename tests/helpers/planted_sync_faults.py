@@ -46,6 +46,7 @@ def observe_faults(policy: str, settings: Sequence[str]) -> dict[str, Any]:
     engine, model = learner.engine, learner.model
     errors: dict[str, str] = {}
     gaps: dict[str, float] = {}
+    proofs: list[int] = []
     trained = [each for each in model.parameters() if each.requires_grad]
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -81,7 +82,9 @@ def observe_faults(policy: str, settings: Sequence[str]) -> dict[str, Any]:
 
     def plant(name: str, fault: Fault) -> None:
         """Sync and generate without a fault, take a step, then sync with the fault."""
+        before = engine.proofs
         engine.sync_weights()
+        proofs.append(engine.proofs - before)
         mean_gap()
         step()
         errors[name] = ""
@@ -168,4 +171,4 @@ def observe_faults(policy: str, settings: Sequence[str]) -> dict[str, Any]:
     freeze()
     for name, fault in faults.items():
         plant(name, fault)
-    return {"errors": errors, "gaps": gaps, "notes": notes, "tolerance": engine.logprob_tolerance}
+    return {"errors": errors, "gaps": gaps, "notes": notes, "proofs": proofs, "tolerance": engine.logprob_tolerance}

@@ -223,6 +223,7 @@ def test_prefer_second_runner_widens_only_an_existing_list(monkeypatch: pytest.M
     assert not hasattr(settings, name)  # the installed release uses the second runner for every model
     prefer_second_runner()
     assert not hasattr(settings, name)
+    # What another supported release of vLLM has; no run can have both.
     monkeypatch.setattr(settings, name, frozenset({"Qwen3ForCausalLM"}), raising=False)
     prefer_second_runner()
     assert getattr(settings, name) == {"Qwen3ForCausalLM", "Qwen2ForCausalLM", "LlamaForCausalLM"}

@@ -40,6 +40,7 @@ def observed(request: pytest.FixtureRequest, cluster: None, policy: Path) -> dic
 
 
 def test_checksums_find_every_planted_fault_and_accuse_no_right_weights(observed: dict[str, Any]) -> None:
+    assert set(observed["proofs"]) == {1}  # a sync proves itself, without a further call
     errors = observed["errors"]
     assert errors.pop("none") == "" and observed["notes"] == []
     if "LoRA" in observed["variant"]:

@@ -137,6 +137,7 @@ def test_exact_savings_several_steps_of_a_batch_same_gradient(
 def test_exact_savings_gpu_savings_same_gradient(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loss_type: str
 ) -> None:
+    # The savings that a run takes on a GPU, computed here without one, and a count of their passes.
     monkeypatch.setattr(ScriptedLearner, "savings", property(savings_on_gpu))
     passes = []
 
