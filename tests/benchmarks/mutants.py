@@ -20,6 +20,7 @@ Hypothesis draws the same examples each time and does not shrink a failing one.
 
 import argparse
 import ast
+import gc
 import hashlib
 import importlib
 import json
@@ -435,6 +436,9 @@ class ForkedTests:
     def _run_in_child(self, tests: Sequence[str], limits: Limits) -> None:
         """Run pytest in place of this process, which ends with it."""
         code = 1
+        # A collection would write to each object that this process has inherited, and so copy their memory: seconds
+        # for a process that has collected all unit tests.
+        gc.freeze()
         try:
             os.setsid()
             sys.stdout = sys.stderr = self._output.open("w", encoding="utf-8", errors="replace")

@@ -115,6 +115,7 @@ def function_names(file: str) -> list[str]:
     return [node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
 
 
+@pytest.mark.long
 def test_unit_tests_of_begin_with_the_module_then_planted_faults_then_importers() -> None:
     tests = unit_tests_of("learner/batch.py")
     assert tests[:3] == (

@@ -55,6 +55,7 @@ def test_tables_have_no_stale_entry() -> None:
     assert [each for each in named if not (ROOT / "grpo_ray" / each).exists()] == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("changed", "test", "found"),
     [

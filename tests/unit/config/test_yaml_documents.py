@@ -53,6 +53,7 @@ def test_parse_size_is_limited_for_strangers_only() -> None:
         parse_yaml(text, is_trusted=False)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("is_trusted", [True, False])
 @pytest.mark.parametrize(
     "text",

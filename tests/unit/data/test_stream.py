@@ -187,6 +187,7 @@ def test_open_splits_own_file_is_measured_on_a_part_of_itself(tmp_path: Path) ->
     assert held_out(load_config(None, [f"data.train={tmp_path}/moved"])) == (train, held)
 
 
+@pytest.mark.long
 def test_open_splits_large_file_holds_out_some_500(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", 20_000)
     train, held = held_out(load_config(None, [f"data.train={path}"]))

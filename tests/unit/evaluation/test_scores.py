@@ -172,6 +172,7 @@ def test_conditions_of_a_measurement_name_what_the_score_is_computed_from() -> N
     ) != (formats)
 
 
+@pytest.mark.long
 def test_each_source_of_a_mixture_has_the_score_of_its_own_rewards() -> None:
     config = config_of(
         "data.train={a: {path: arithmetic, rewards: [correctness]}, b: {path: x.jsonl, rewards: [boxed_format]}}",

@@ -78,6 +78,7 @@ def received(inputs: list[dict[str, Any]]) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.long
 @given(rows=ROWS)
 @example(rows=[{"id": "a"}, {}])
 @example(rows=[{}, {"index": [1], "epoch": None}])

@@ -26,6 +26,7 @@ def limited() -> Iterator[Any]:
     tokenizer.apply_chat_template.close()
 
 
+@pytest.mark.long
 def test_limited_template_gives_the_same_tokens(limited: Any) -> None:
     plain = load_tokenizer(str(embedded_policy("tiny-tools")))
     many = PROMPTS * 200  # more than one request
@@ -39,6 +40,7 @@ def test_limited_template_gives_the_same_tokens(limited: Any) -> None:
     assert ids[0] == ids[1] == ids[2] and isinstance(copied.apply_chat_template, LimitedTemplate)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("template", "message"),
     [

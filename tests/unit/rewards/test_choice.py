@@ -84,6 +84,7 @@ def test_choice_bad_letters_raise(choices: str) -> None:
         load_reward("choice", choices=choices)(completions=["A"], solution=["A"])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "text",
     [

@@ -69,6 +69,7 @@ def problem(solution: str, **columns: object) -> Problem:
     return parse_problem({"prompt": "?", "solution": solution, **columns}, where="here")
 
 
+@pytest.mark.long
 def test_verify_solutions_counts_own_and_neighbours() -> None:
     half, same, five, prose, word = (
         problem("$0.5$", topic="a"),

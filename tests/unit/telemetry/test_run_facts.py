@@ -64,6 +64,7 @@ FIELDS = st.sampled_from([*RECORDED_FIELDS, "window", "memory", "no_signal"])
 SECTIONS = st.sampled_from(["grpo", "cluster", "model", "engine", "data", "health"])
 
 
+@pytest.mark.long
 @examples(200)
 @given(st.dictionaries(SECTIONS, ANYTHING | st.dictionaries(FIELDS, ANYTHING, max_size=6)))
 def test_recorded_facts_hostile_config_raises_nothing(config: dict[str, Any]) -> None:

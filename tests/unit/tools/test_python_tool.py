@@ -82,6 +82,7 @@ def test_python_error_shows_the_line_after_the_output() -> None:
     assert '  File "<code>", line 4, in <module>' in lines and "    return x / 0" in lines
 
 
+@pytest.mark.long
 def test_python_long_output_is_bounded() -> None:
     output = python("for i in range(300_000):\n    print(i)")  # 1,988,890 bytes
     assert output.startswith("0\n1\n2\n") and output.endswith("299998\n299999\n")

@@ -158,6 +158,7 @@ def test_timeout_of_code_with_less_time_is_unreachable() -> None:
     assert [each["run_timeout"] for each in server.requests] == pytest.approx([150, 90], abs=1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", ["hang", "drip"])
 def test_service_that_does_not_answer_is_unreachable(how: str) -> None:
     with sandbox(how, time_limit=1.0) as (used, server):

@@ -45,6 +45,7 @@ def test_grammars_of_trl_are_found() -> None:
     assert {"qwen3_template", "qwen3_5_template", "lfm2_2_5_template"} <= set(GRAMMARS)
 
 
+@pytest.mark.long
 def test_reader_reads_as_transformers_does(reader: TurnReader) -> None:
     text = '<think>6 * 7</think>\n\n<tool_call>\n{"name": "multiply", "arguments": {"a": 6}}\n</tool_call><|im_end|>'
     grammar = GRAMMARS["qwen3_template"]

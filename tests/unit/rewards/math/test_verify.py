@@ -43,6 +43,7 @@ def wrong_verdicts(rows: list[dict], pool: VerifierPool) -> list[tuple]:
 # --- pairs with known rewards
 
 
+@pytest.mark.long
 def test_correctness_fixture_pairs_get_their_rewards(pool: VerifierPool) -> None:
     assert len(FOOLING) >= 120
     assert wrong_verdicts(FOOLING, pool) == []
@@ -102,6 +103,7 @@ def test_correctness_real_solutions_equal_themselves(name: str, pool: VerifierPo
     assert {row[0] for row in wrong_verdicts(rows, pool)} <= {"$221,$8$"}
 
 
+@pytest.mark.long
 @needs_shared_data
 def test_correctness_next_problems_solution_is_wrong(pool: VerifierPool) -> None:
     texts = list(dict.fromkeys(row["solution"] for row in load(SHARED / "olympiadbench.jsonl")))
@@ -322,6 +324,7 @@ def test_is_boolean_any_markup_is_recognised() -> None:
 # --- plain Math-Verify
 
 
+@pytest.mark.long
 def test_correctness_not_strict_gives_math_verify_verdict() -> None:
     restated = boxed(r"\int_0^1 \frac{1}{1+x^2}\,dx")
     assert correctness(restated, r"$\frac{\pi}{4}$", strict=False) == 1.0

@@ -56,6 +56,7 @@ def test_pool_results_come_in_input_order(pool: VerifierPool) -> None:
     assert [verdict.reward for verdict in pool.grade(items)] == [0.0, 1.0, 0.0] * 20
 
 
+@pytest.mark.long
 def test_pool_hostile_answers_get_their_rewards(pool: VerifierPool) -> None:
     assert len(HOSTILE) >= 150
     verdicts = pool.grade([(row["completion"], row["solution"]) for row in HOSTILE])
@@ -96,6 +97,7 @@ def test_pool_item_over_limit_is_counted_as_timeout(short_pool: VerifierPool) ->
     assert short_pool.counts - before == {"ok": 40, "timeout": 1}
 
 
+@pytest.mark.long
 def test_pool_killed_worker_changes_no_verdict(short_pool: VerifierPool) -> None:
     short_pool.grade(RIGHT[:4])
     assert short_pool.pid is not None
@@ -107,6 +109,7 @@ def test_pool_killed_worker_changes_no_verdict(short_pool: VerifierPool) -> None
     assert hanging.result() == Verdict(0.0, "timeout")
 
 
+@pytest.mark.long
 def test_pool_killed_supervisor_changes_no_verdict(short_pool: VerifierPool) -> None:
     short_pool.grade(RIGHT[:4])
     first = short_pool.pid
@@ -204,6 +207,7 @@ def test_pool_close_fails_pending_item_and_ends_supervisor() -> None:
     wait_until(lambda: not is_running(pid))
 
 
+@pytest.mark.long
 def test_pool_started_by_thread_outlives_the_thread() -> None:
     with VerifierPool(processes=1) as pool:
         results: list[Verdict] = []
@@ -236,6 +240,7 @@ def check_supervisor(pool: VerifierPool) -> None:
     assert not any(library in maps for library in ("libtorch", "_raylet", "vllm"))
 
 
+@pytest.mark.long
 def test_pool_ignores_package_of_same_name_in_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "grpo_ray").mkdir()
     (tmp_path / "grpo_ray" / "__init__.py").write_text("raise RuntimeError('wrong package')")
@@ -244,6 +249,7 @@ def test_pool_ignores_package_of_same_name_in_working_folder(tmp_path: Path, mon
         assert pool.grade(RIGHT[:1]) == [Verdict(1.0, "ok")]
 
 
+@pytest.mark.long
 def test_pool_without_a_process_left_raises_and_works_again(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*arguments: object) -> NoReturn:
         raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
