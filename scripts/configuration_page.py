@@ -12,6 +12,7 @@ from generated_file import ROOT, output_parser, write_file
 from grpo_ray.config import vllm_fields
 from grpo_ray.config.checks import CHECKS
 from grpo_ray.config.fields import INTERNAL, FieldDescription, field_descriptions
+from grpo_ray.config.sampling import StructuredOutputs
 from grpo_ray.config.schema import SECTIONS, LoraConfig, SourceConfig
 from grpo_ray.config.trl_conditions import CONDITIONS
 from grpo_ray.config.trl_fields import OURS, PASSED, REFUSED, allowed_values, default_text, meaning
@@ -106,6 +107,12 @@ def render() -> str:
             ]
         if section == "model":
             parts += ["### model.lora\n", _docstring(LoraConfig), _table("model.lora", field_descriptions(LoraConfig))]
+        if section == "rollout":
+            parts += [
+                "### rollout.structured_outputs\n",
+                _docstring(StructuredOutputs),
+                _table("rollout.structured_outputs", field_descriptions(StructuredOutputs)),
+            ]
     checks = [f"- {_docstring(check)}" for check in CHECKS]
     parts += ["## Checks across fields\n", "After every field has been checked on its own:\n", *checks]
     return "\n".join(parts).rstrip("\n") + "\n"

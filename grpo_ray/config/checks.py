@@ -175,7 +175,7 @@ def sampling_is_supported(config: "Config") -> str | None:
 def sampling_is_corrected_by_token(config: "Config") -> str | None:
     """Refuse sampling filters and penalties with loss corrections that multiply their effect over a completion."""
     trl, processing = config.grpo.trl, config.sampling.processing
-    names = ", ".join(f"grpo.{name}" if name in TRL_FIELDS else f"grpo.generation_kwargs.{name}" for name in processing)
+    names = ", ".join(map(_option_path, processing))
     mode = trl.get("vllm_importance_sampling_mode", "sequence_mask")
     if names and trl.get("vllm_importance_sampling_correction", True) and str(mode).startswith("sequence"):
         return (
@@ -188,6 +188,29 @@ def sampling_is_corrected_by_token(config: "Config") -> str | None:
         return (
             f"grpo.off_policy_mask_threshold={threshold} does not go with {names}: TRL would treat the filter's effect "
             "as a change of the policy; set grpo.off_policy_mask_threshold=null, or remove these options"
+        )
+    return None
+
+
+def _option_path(name: str) -> str:
+    if name == "structured_outputs":
+        return "rollout.structured_outputs"
+    return f"grpo.{name}" if name in TRL_FIELDS else f"grpo.generation_kwargs.{name}"
+
+
+def structured_outputs_are_one_form(config: "Config") -> str | None:
+    """Require one form, without options that could exclude all tokens which the form allows."""
+    form = config.rollout.structured_outputs
+    if form is None:
+        return None
+    if len(form.given) != 1:
+        given = ", ".join(form.given) or "none"
+        return f"rollout.structured_outputs must have one of regex, json, choice and grammar, and has {given}"
+    empty = [name for name in ("allowed_token_ids", "bad_words", "min_tokens") if name in config.sampling.changed]
+    if empty:
+        return (
+            f"rollout.structured_outputs does not go with grpo.generation_kwargs.{empty[0]}: together they may exclude "
+            "every token; remove one of them"
         )
     return None
 
@@ -749,6 +772,7 @@ CHECKS: tuple[Callable[["Config"], str | None], ...] = (
     solved_problems_are_known,
     dynamic_sampling_scales_by_group,
     sampling_is_supported,
+    structured_outputs_are_one_form,
     sampling_is_corrected_by_token,
     heldout_sampling_is_possible,
     generate_ahead_is_not_sharded,

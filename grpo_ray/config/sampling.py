@@ -5,6 +5,7 @@ only if the weight sync can be proven with it, and if a completion depends on it
 """
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
@@ -21,6 +22,33 @@ MIN_TEMPERATURE = 0.01
 
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 TokenId = Annotated[int, Field(ge=0)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StructuredOutputs:
+    """Form of all completions, by which the engine excludes tokens: exactly one of these."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(
+        extra="forbid", revalidate_instances="always", use_attribute_docstrings=True, allow_inf_nan=False
+    )
+
+    regex: Annotated[str, Field(min_length=1)] | None = None
+    """Regular expression that matches the whole completion."""
+    json: Mapping[str, Any] | None = None
+    """JSON schema of the document that is the completion; {}: any document."""
+    choice: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(min_length=1)] | None = None
+    """Texts of which the completion is one."""
+    grammar: Annotated[str, Field(min_length=1)] | None = None
+    """Context-free grammar of the completion, in EBNF with the start symbol `root` (GBNF, as in llama.cpp)."""
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The forms that are set, as plain values; exactly one in a valid config."""
+        return {
+            name: list(value) if isinstance(value, tuple) else dict(value) if isinstance(value, Mapping) else value
+            for name, value in vars(self).items()
+            if value is not None
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,11 +87,14 @@ class SamplingOptions:
     """Tokens that end a completion, besides the model's own. []: off."""
     skip_special_tokens: bool = True
     """Leave special tokens out of the text in which `stop` is searched."""
+    structured_outputs: StructuredOutputs | None = None
+    """Form of all completions, from `rollout.structured_outputs`. null: off."""
 
     @property
     def changed(self) -> dict[str, Any]:
-        """Options that differ from their defaults."""
-        return {name: value for name, value in vars(self).items() if value != getattr(DEFAULTS, name)}
+        """Options that differ from their defaults, as plain values."""
+        changed = {name: value for name, value in vars(self).items() if value != getattr(DEFAULTS, name)}
+        return changed | ({"structured_outputs": self.structured_outputs.given} if self.structured_outputs else {})
 
     @property
     def processing(self) -> list[str]:
@@ -84,33 +115,32 @@ DEFAULTS = SamplingOptions()
 
 PROCESSING = (
     "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias",
-    "allowed_token_ids", "bad_words", "min_tokens",
+    "allowed_token_ids", "bad_words", "min_tokens", "structured_outputs",
 )  # fmt: skip
 """Options with which the engine changes the logits in other ways than dividing them by the temperature."""
 
 TRL_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Options that are also fields of TRL; the others can be set in its `generation_kwargs` only."""
 
-NO_GRAMMAR = (
-    "is not passed to the engine: vLLM masks the logits before its sampler, so the log-probabilities that prove the "
-    "weight sync are missing, and it starts a request only once its grammar has been compiled in the background, so no "
-    "run could be repeated exactly; use a reward for the format instead"
-)
+SET_IN_ROLLOUT = "is set in rollout.structured_outputs, such as {regex: '[0-9]+'}"
 
 REFUSED = {
     "temperature": "would not reach the learner, which must use the same one; set grpo.temperature",
     "max_tokens": "is another name of grpo.max_completion_length; set that",
     "n": "is another name of grpo.num_generations; set that",
     "seed": "has no effect, since each completion has a seed of its own; set run.seed",
-    "structured_outputs": NO_GRAMMAR,
+    "structured_outputs": SET_IN_ROLLOUT,
     "logprobs": "is determined by the proof of the weight sync; remove it",
     "ignore_eos": "would continue a completion after its end; remove it",
 }
 """Entry of `generation_kwargs` that is refused -> the reason, and the alternative."""
 
 
-def sampling_options(grpo: "GrpoConfig") -> SamplingOptions:
+def sampling_options(grpo: "GrpoConfig", structured_outputs: StructuredOutputs | None = None) -> SamplingOptions:
     """Collect the sampling options of the section `grpo`; entries of `generation_kwargs` override TRL's fields.
+
+    Args:
+        structured_outputs: form of all completions.
 
     Raises:
         ConfigError: an option is unknown, is refused, or has a wrong value.
@@ -126,7 +156,10 @@ def sampling_options(grpo: "GrpoConfig") -> SamplingOptions:
     options = {name: grpo.trl.get(name) for name in TRL_FIELDS} | dict(given)
     try:
         sampling: SamplingOptions = type_adapter(SamplingOptions).validate_python(
-            SamplingOptions(**{name: value for name, value in options.items() if value is not None})
+            SamplingOptions(
+                **{name: value for name, value in options.items() if value is not None},
+                structured_outputs=structured_outputs,
+            )
         )
     except ValidationError as error:
         refused = dict.fromkeys(str(each["loc"][0]) for each in error.errors())

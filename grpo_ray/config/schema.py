@@ -17,7 +17,7 @@ from grpo_ray.config.checks import check_across_fields, check_advantages
 from grpo_ray.config.fields import VALUES, describe_errors, field_descriptions, type_adapter, unknown_key_message
 from grpo_ray.config.heldout_keys import AUTO, heldout_keys, heldout_label, primary_key, ranking_metric
 from grpo_ray.config.reward_names import SOLUTION_REWARDS, derived_score
-from grpo_ray.config.sampling import SamplingOptions, sampling_options
+from grpo_ray.config.sampling import SamplingOptions, StructuredOutputs, sampling_options
 from grpo_ray.config.sizes import Sizes
 from grpo_ray.config.sources import HeldoutSource, TrainingSource, heldout_sources, training_sources
 from grpo_ray.config.tool_paths import is_remote, uses_python_tool
@@ -396,6 +396,9 @@ class RolloutConfig:
     function: str | None = None
     """Function of your own that samples completions, as package.module:function, in place of `tools` and `environment`.
     It makes requests to the engine and returns the tokens to train on. null (off)."""
+    structured_outputs: StructuredOutputs | None = None
+    """Form of each turn of the policy, by which the engine excludes tokens: one of {regex: TEXT}, {json: SCHEMA},
+    {choice: [TEXTS]} and {grammar: TEXT}. null (off)."""
     settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Keyword arguments of each environment's constructor, and of the function, by the path in `environment` or
     `function`."""
@@ -786,7 +789,7 @@ class Config:
     @property
     def sampling(self) -> SamplingOptions:
         """Options that completions are sampled with."""
-        return sampling_options(self.grpo)
+        return sampling_options(self.grpo, self.rollout.structured_outputs)
 
     @property
     def chat_template_kwargs(self) -> dict[str, Any]:

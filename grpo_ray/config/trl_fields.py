@@ -22,7 +22,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from grpo_ray.config.fields import values_text
-from grpo_ray.config.sampling import DEFAULTS, MIN_TEMPERATURE, NO_GRAMMAR
+from grpo_ray.config.sampling import DEFAULTS, MIN_TEMPERATURE, SET_IN_ROLLOUT
 from grpo_ray.config.sampling import REFUSED as REFUSED_KWARGS
 
 DATA = Path(__file__).with_name("trl_fields.json")
@@ -430,7 +430,7 @@ REFUSED: dict[str, str] = {
     "vllm_server_port": _SERVER,
     "vllm_server_timeout": _SERVER,
     "vllm_group_port": _SERVER,
-    "vllm_structured_outputs_regex": NO_GRAMMAR,
+    "vllm_structured_outputs_regex": SET_IN_ROLLOUT,
     "cache_implementation": _TRANSFORMERS_ENGINE,
     "use_transformers_continuous_batching": _TRANSFORMERS_ENGINE,
     "transformers_continuous_batching_config": _TRANSFORMERS_ENGINE,

@@ -208,10 +208,10 @@ def solve_shard(
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine runs in the task's process
     # For an engine with several processes: vLLM forks by default, and a Ray process has threads, which a fork loses.
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
-    from vllm import LLM, SamplingParams
+    from vllm import LLM
 
     from grpo_ray.evaluation.solve import solve_problems
-    from grpo_ray.inference.arguments import llm_arguments
+    from grpo_ray.inference.arguments import llm_arguments, request_parameters
     from grpo_ray.inference.conversation_source import conversation_source
     from grpo_ray.inference.sampling import Completion, completion_of
     from grpo_ray.models.lora import merged_policy_path
@@ -234,7 +234,7 @@ def solve_shard(
         outputs = llm.generate(
             [{"prompt_token_ids": prompt} for prompt in prompts],
             # `flat_logprobs` is the form that `completion_of` reads; only rollout functions request log-probabilities.
-            sampling_params=[SamplingParams(**arguments, flat_logprobs=True) for arguments in sampling],
+            sampling_params=[request_parameters(arguments) for arguments in sampling],
             use_tqdm=False,
         )
         completions = [completion_of(output) for output in outputs]

@@ -3,10 +3,13 @@
 import dataclasses
 import hashlib
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from grpo_ray.config.schema import Config
 from grpo_ray.errors import ConfigError
+
+if TYPE_CHECKING:
+    from vllm import SamplingParams
 
 MIN_BATCHED_TOKENS = 4096
 """Smallest default for `max_num_batched_tokens`, the tokens of one engine pass. With vLLM's own, larger default its
@@ -76,6 +79,24 @@ def llm_arguments(path: str, config: Config, *, max_num_seqs: int | None = None)
         if max_num_seqs is not None and max_num_seqs > DEFAULT_CAPTURED and not CAPTURE_ARGUMENTS & own.keys():
             arguments["cudagraph_capture_sizes"] = capture_sizes(max_num_seqs)
     return arguments | dict(own)
+
+
+def request_parameters(arguments: Mapping[str, Any], **own: Any) -> "SamplingParams":
+    """Return vLLM's parameters of one request.
+
+    Args:
+        arguments: options of the run, as plain values, with the completion's seed.
+        own: further fields of `vllm.SamplingParams`.
+    """
+    from vllm import SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
+
+    if form := arguments.get("structured_outputs"):
+        any_json = form.get("json") == {}  # vLLM has a form of its own for it
+        own["structured_outputs"] = StructuredOutputsParams(**({"json_object": True} if any_json else form))
+    # Log-probabilities in one list of numbers: with an object for each token, Python spends 10 us per token on them
+    # instead of 2 (measured on a busy CPU with 256 requests of 2,000 tokens).
+    return SamplingParams(**{**arguments, **own}, flat_logprobs=True)
 
 
 def require_known(given: Mapping[str, Any], known: set[str], version: str) -> None:

@@ -9,6 +9,8 @@
 | `TopKTopPSampler.forward`, `apply_top_k_top_p`    | the CPU's sampling is replaced (see `cpu_sampler.py`)           |
 | `Sampler.forward`, columns of `LogprobsTensors`   | log-probabilities before filters and penalties are returned     |
 |                                                   | beside those after them (see `unprocessed_logprobs.py`)         |
+| `apply_grammar_bitmask` of the model runner       | the logits before the mask of a structured output are kept, for |
+|                                                   | the same log-probabilities                                      |
 | `_CPUSHMDistributed.make_group_name`              | shared memory of different runs must have different names       |
 | `GPUModelRunner.main_stream` (second runner)      | generating ahead runs on a CUDA stream of its own               |
 | `DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES`           | older releases use the second runner for one architecture only  |
@@ -170,6 +172,26 @@ def filter_top_k_top_p(logits: "torch.Tensor", k: "torch.Tensor | None", p: "tor
     from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
     return apply_top_k_top_p(logits, k, p)
+
+
+def keep_unmasked_logits() -> Callable[["torch.Tensor"], "torch.Tensor"]:
+    """Let the engine of this process keep a copy of its logits before it masks those of structured outputs.
+
+    Returns:
+        A function that returns, for the masked logits of a step, (B, V), those before the mask, and deletes the copy.
+        Logits that were not masked are returned as they are.
+    """
+    from vllm.v1.worker import gpu_model_runner
+
+    default = gpu_model_runner.apply_grammar_bitmask
+    kept: list[torch.Tensor] = []
+
+    def keep_and_mask(scheduler_output: Any, grammar_output: Any, input_batch: Any, logits: "torch.Tensor") -> None:
+        kept[:] = [logits.clone()]
+        default(scheduler_output, grammar_output, input_batch, logits)
+
+    gpu_model_runner.apply_grammar_bitmask = keep_and_mask
+    return lambda logits: kept.pop() if kept else logits
 
 
 def is_linear(layer: Any) -> bool:

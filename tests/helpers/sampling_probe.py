@@ -18,8 +18,10 @@ COMBINATIONS: dict[str, dict[str, Any]] = {
     "allowed_token_ids": {"allowed_token_ids": list(range(12))},
     "bad_words": {"bad_words": ["7"]},
     "min_tokens": {"min_tokens": 20},
+    "structured_outputs": {"structured_outputs": {"regex": "[1-4]{2,9}(,[5-9]+)?"}},
     "all filters": {"top_p": 0.9, "top_k": 5, "min_p": 0.1},
     "filters and penalties": {"top_p": 0.9, "top_k": 5, "repetition_penalty": 1.2, "frequency_penalty": 0.5},
+    "a form and filters": {"structured_outputs": {"regex": "[1-4]{2,9}(,[5-9]+)?"}, "top_p": 0.9},
 }
 """Name -> arguments of `vllm.SamplingParams`, all at the temperature 0.8."""
 
@@ -48,6 +50,7 @@ def measure_gaps(policy: str, dtype: str = "float32") -> dict[str, dict[str, Any
             f"model.path={policy}",
             f"model.dtype={dtype}",
             "grpo.vllm_importance_sampling_mode=token_truncate",
+            "rollout.structured_outputs={choice: [a]}",  # the observed requests have one of their own, or none
             *overrides,
         ],
     )

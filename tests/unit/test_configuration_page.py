@@ -30,8 +30,8 @@ def test_render_names_every_field_once_per_section() -> None:
 def test_render_table_rows_have_as_many_cells_as_their_head() -> None:
     tables = [part for part in render().split("\n\n") if part.startswith("| ")]
     assert (
-        len(tables) == len(SECTIONS) + 8
-    )  # data.train, model.lora, four tables of TRL's fields, two of vLLM's arguments
+        len(tables) == len(SECTIONS) + 9
+    )  # data.train, model.lora, rollout.structured_outputs, four tables of TRL's fields, two of vLLM's arguments
     for table in tables:
         assert len({row.count("|") for row in table.strip().splitlines()}) == 1, table
 

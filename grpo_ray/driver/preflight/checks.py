@@ -37,6 +37,7 @@ def check_trl(context: RunContext) -> Sequence[str]:
     """Have TRL validate its arguments, and load rewards, advantages and rollout. Raises ConfigError or RewardError."""
     from grpo_ray.evaluation.scores import heldout_scores
     from grpo_ray.inference.rollout_function import load_rollout_function
+    from grpo_ray.inference.structured_outputs import require_valid_form
     from grpo_ray.learner.advantages import try_advantage
     from grpo_ray.learner.trl_config import trl_arguments
     from grpo_ray.rewards.registry import load_rewards
@@ -48,6 +49,8 @@ def check_trl(context: RunContext) -> Sequence[str]:
     try_advantage(grpo.advantages, context.config.sizes.prompts_per_generation, grpo.num_generations, len(rewards))
     if context.config.rollout.function is not None:
         load_rollout_function(context.config.rollout)
+    if context.config.rollout.structured_outputs is not None:
+        require_valid_form(context.config.rollout.structured_outputs)
     return ()
 
 

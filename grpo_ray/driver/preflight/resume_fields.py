@@ -124,7 +124,8 @@ APPLIED: dict[str, tuple[str, ...]] = {
         "grpo.warmup_steps", "grpo.weight_decay", "grpo.adam_beta1", "grpo.adam_beta2", "grpo.adam_epsilon",
     ),
     "from the next step, since nothing of them is in a checkpoint": (
-        "rollout.tools", "rollout.environment", "rollout.function", "rollout.settings", "rollout.max_turns",
+        "rollout.tools", "rollout.environment", "rollout.function", "rollout.structured_outputs", "rollout.settings",
+        "rollout.max_turns",
         "rollout.max_calls", "rollout.max_active", "rollout.time_limit", "rollout.memory_gib", "rollout.max_processes",
         "rollout.disk_gib", "rollout.max_files", "rollout.variables", "rollout.isolation", "rollout.confine",
         "rollout.max_result_tokens",

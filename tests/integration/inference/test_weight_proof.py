@@ -25,7 +25,14 @@ FAULTS = {
 """Fault -> text of its error."""
 
 
-@pytest.fixture(scope="module", params=[pytest.param("float32", marks=pytest.mark.slow), *list(VARIANTS)[1:]])
+QUICK = "bfloat16, LoRA"
+"""Variant that is not slow: its faults are those of the others, and one more."""
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(each, marks=[] if each == QUICK else [pytest.mark.slow]) for each in VARIANTS],
+)
 def observed(request: pytest.FixtureRequest, cluster: None, policy: Path) -> dict[str, Any]:
     """Return the values that `planted_sync_faults.observe_faults` collects in a Ray task."""
     import ray

@@ -259,6 +259,7 @@ VIOLATIONS = {
     "solved_problems_are_known": ["data.skip_solved=2", "rewards.functions=[boxed_format]"],
     "dynamic_sampling_scales_by_group": ["grpo.dynamic_sampling=1", "grpo.scale_rewards=batch"],
     "sampling_is_supported": ["grpo.mask_truncated_completions=true", "grpo.generation_kwargs={stop: [a]}"],
+    "structured_outputs_are_one_form": ["rollout.structured_outputs={regex: a, choice: [b]}"],
     "sampling_is_corrected_by_token": ["grpo.top_p=0.9", "grpo.vllm_importance_sampling_mode=sequence_truncate"],
     "heldout_sampling_is_possible": ["heldout.num_samples=4"],
     "generate_ahead_is_not_sharded": ["grpo.generate_ahead=true", "cluster.shard_learner=true"],
@@ -419,6 +420,7 @@ def test_config_rollout_function_with_what_does_not_go_with_it_raises(overrides:
 def test_config_fields_of_rollout_are_of_turns_or_of_functions_too() -> None:
     """A new field must be in one of these lists: a function must not be thought to obey a limit that it ignores."""
     also_of_functions = {"tools", "environment", "function", "settings", "max_active", "max_result_tokens", "confine"}
+    also_of_functions.add("structured_outputs")
     remote = {"sandbox_url", "sandbox_provider", "sandbox_token_variable"}
     fields = {field.name for field in dataclasses.fields(RolloutConfig)}
     assert fields == {*FIELDS_OF_TURNS, *also_of_functions, *remote}

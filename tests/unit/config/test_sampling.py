@@ -12,8 +12,8 @@ from grpo_ray.errors import ConfigError
 OFF_POLICY: dict[str, Any] = {"vllm_importance_sampling_mode": "token_truncate"}
 
 
-def config(heldout: dict[str, Any] | None = None, **grpo: Any) -> Config:
-    return from_mapping({"grpo": grpo, "heldout": heldout or {}})
+def config(heldout: dict[str, Any] | None = None, rollout: dict[str, Any] | None = None, **grpo: Any) -> Config:
+    return from_mapping({"grpo": grpo, "heldout": heldout or {}, "rollout": rollout or {}})
 
 
 def test_sampling_options_default_is_the_policy_itself() -> None:
@@ -44,9 +44,50 @@ def test_generation_kwargs_unknown_lists_the_supported() -> None:
         config(generation_kwargs={"best_of": 2})
 
 
-def test_structured_outputs_regex_refused_with_reason() -> None:
-    with pytest.raises(ConfigError, match=r"vllm_structured_outputs_regex is not passed to the engine: vLLM masks"):
+def test_structured_outputs_regex_of_trl_names_ours() -> None:
+    with pytest.raises(ConfigError, match=r"vllm_structured_outputs_regex is set in rollout\.structured_outputs"):
         config(vllm_structured_outputs_regex=r"\d+")
+
+
+@pytest.mark.parametrize(
+    ("form", "value"),
+    [
+        ({"regex": "[0-9]+"}, "[0-9]+"),
+        ({"json": {"type": "object"}}, {"type": "object"}),
+        ({"json": {}}, {}),
+        ({"choice": ["yes", "no"]}, ["yes", "no"]),
+        ({"grammar": 'root ::= "a"'}, 'root ::= "a"'),
+    ],
+)
+def test_structured_outputs_are_an_option_of_each_request(form: dict[str, Any], value: Any) -> None:
+    sampling = config(rollout={"structured_outputs": form}, **OFF_POLICY).sampling
+    assert sampling.changed == {"structured_outputs": {next(iter(form)): value}}
+    assert sampling.processing == ["structured_outputs"] and not sampling.ends_early
+
+
+@pytest.mark.parametrize(
+    ("form", "message"),
+    [
+        ({}, "rollout.structured_outputs must have one of regex, json, choice and grammar, and has none"),
+        ({"regex": "a", "choice": ["b"]}, "and has regex, choice"),
+        ({"regex": ""}, "rollout.structured_outputs.regex="),
+        ({"regex": 5}, "rollout.structured_outputs.regex=5 must be"),
+        ({"choice": []}, "rollout.structured_outputs.choice="),
+        ({"choice": [""]}, "rollout.structured_outputs.choice"),
+        ({"json": "{}"}, "rollout.structured_outputs.json="),
+        ({"regexp": "a"}, "regexp"),
+    ],
+)
+def test_structured_outputs_of_no_one_form_raise(form: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        config(rollout={"structured_outputs": form}, **OFF_POLICY)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize("option", [{"allowed_token_ids": [5]}, {"bad_words": ["x"]}, {"min_tokens": 2}])
+def test_structured_outputs_with_an_option_that_may_leave_no_token_raise(option: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=f"does not go with grpo.generation_kwargs.{next(iter(option))}: together"):
+        config(rollout={"structured_outputs": {"regex": "a"}}, generation_kwargs=option, **OFF_POLICY)
 
 
 @pytest.mark.parametrize(
@@ -86,9 +127,11 @@ def test_sampling_filter_needs_a_correction_by_token(name: str) -> None:
     values: dict[str, Any] = {"top_p": 0.9, "top_k": 5, "logit_bias": {5: 1.0}, "bad_words": ["x"], "min_tokens": 2}
     value = values.get(name, [3] if name == "allowed_token_ids" else 0.5)
     options: dict[str, Any] = {"generation_kwargs": {name: value}}
+    if name == "structured_outputs":
+        options = {"rollout": {"structured_outputs": {"regex": "[0-9]+"}}}
     # TRL's default is a ratio of whole completions.
     with pytest.raises(
-        ConfigError, match=rf"vllm_importance_sampling_mode=sequence_mask does not go with grpo\.\S*{name}"
+        ConfigError, match=rf"vllm_importance_sampling_mode=sequence_mask does not go with (grpo|rollout)\.\S*{name}"
     ):
         config(**options)
     assert config(**options, **OFF_POLICY).sampling.processing == [name]
