@@ -175,7 +175,7 @@ def sampling_is_supported(config: "Config") -> str | None:
 def sampling_is_corrected_by_token(config: "Config") -> str | None:
     """Refuse sampling filters and penalties with loss corrections that multiply their effect over a completion."""
     trl, processing = config.grpo.trl, config.sampling.processing
-    names = ", ".join(map(_option_path, processing))
+    names = ", ".join(f"grpo.{name}" if name in TRL_FIELDS else f"grpo.generation_kwargs.{name}" for name in processing)
     mode = trl.get("vllm_importance_sampling_mode", "sequence_mask")
     if names and trl.get("vllm_importance_sampling_correction", True) and str(mode).startswith("sequence"):
         return (
@@ -192,20 +192,19 @@ def sampling_is_corrected_by_token(config: "Config") -> str | None:
     return None
 
 
-def _option_path(name: str) -> str:
-    if name == "structured_outputs":
-        return "rollout.structured_outputs"
-    return f"grpo.{name}" if name in TRL_FIELDS else f"grpo.generation_kwargs.{name}"
-
-
 def structured_outputs_are_one_form(config: "Config") -> str | None:
-    """Require one form, without options that could exclude all tokens which the form allows."""
+    """Require one form of whole completions, without options that may exclude all tokens that it allows."""
     form = config.rollout.structured_outputs
     if form is None:
         return None
     if len(form.given) != 1:
         given = ", ".join(form.given) or "none"
         return f"rollout.structured_outputs must have one of regex, json, choice and grammar, and has {given}"
+    if config.rollout.has_conversations:
+        return (
+            "rollout.structured_outputs is a form of completions of one turn, and does not go with rollout.tools, "
+            "rollout.environment and rollout.function; remove it, or check the turns in a reward"
+        )
     empty = [name for name in ("allowed_token_ids", "bad_words", "min_tokens") if name in config.sampling.changed]
     if empty:
         return (

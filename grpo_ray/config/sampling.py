@@ -26,7 +26,7 @@ TokenId = Annotated[int, Field(ge=0)]
 
 @dataclass(frozen=True, kw_only=True)
 class StructuredOutputs:
-    """Form of all completions, by which the engine excludes tokens: exactly one of these."""
+    """Form of all completions, by which engine and learner exclude tokens: exactly one of these."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(
         extra="forbid", revalidate_instances="always", use_attribute_docstrings=True, allow_inf_nan=False
@@ -115,7 +115,7 @@ DEFAULTS = SamplingOptions()
 
 PROCESSING = (
     "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias",
-    "allowed_token_ids", "bad_words", "min_tokens", "structured_outputs",
+    "allowed_token_ids", "bad_words", "min_tokens",
 )  # fmt: skip
 """Options with which the engine changes the logits in other ways than dividing them by the temperature."""
 

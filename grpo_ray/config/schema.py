@@ -397,8 +397,8 @@ class RolloutConfig:
     """Function of your own that samples completions, as package.module:function, in place of `tools` and `environment`.
     It makes requests to the engine and returns the tokens to train on. null (off)."""
     structured_outputs: StructuredOutputs | None = None
-    """Form of each turn of the policy, by which the engine excludes tokens: one of {regex: TEXT}, {json: SCHEMA},
-    {choice: [TEXTS]} and {grammar: TEXT}. null (off)."""
+    """Form of all completions, by which engine and learner exclude tokens: one of {regex: TEXT}, {json: SCHEMA},
+    {choice: [TEXTS]} and {grammar: TEXT}. See rewards-and-grading.md. null (off)."""
     settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Keyword arguments of each environment's constructor, and of the function, by the path in `environment` or
     `function`."""

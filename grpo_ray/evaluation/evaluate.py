@@ -172,8 +172,9 @@ def worker_environment(config: Config, threads: int | None = None) -> dict[str, 
         environment["OMP_NUM_THREADS"] = str(threads or config.cluster.threads_per_worker)
     if config.engine.compile_cache is not None:
         environment["VLLM_CACHE_ROOT"] = config.engine.compile_cache
-    if config.sampling.processing:
-        # The sampler of vLLM's second model runner does not provide unprocessed log-probabilities.
+    if config.sampling.processing or config.sampling.structured_outputs:
+        # The sampler of vLLM's second model runner does not provide unprocessed log-probabilities, and its masks of
+        # structured outputs are not tested.
         environment["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     if compute_device(config.cluster.use_gpu) == "cpu":
         environment |= {

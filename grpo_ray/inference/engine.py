@@ -38,10 +38,10 @@ from grpo_ray.inference.sync_proof import LogprobGap, measure_logprob_gap, requi
 from grpo_ray.inference.trl_without_trackers import VLLMGeneration, empty_cache
 from grpo_ray.inference.unprocessed_logprobs import install_unprocessed_logprobs
 from grpo_ray.inference.vllm_internals import (
+    FormMasks,
     bound_to_current_stream,
     cached_blocks,
     engine_model,
-    keep_unmasked_logits,
     load_weights,
     logits_sampler,
     named_shared_memory,
@@ -127,8 +127,9 @@ class Engine(VLLMGeneration):
             # On CUDA vLLM's own sampler stays; see `prefer_second_runner` for the cost of a seed per request.
             install_cpu_sampler(token_sampler(self.llm))
         if self.config.sampling.processing:
-            before_mask = [keep_unmasked_logits()] if self.config.sampling.structured_outputs else []
-            install_unprocessed_logprobs(logits_sampler(self.llm), *before_mask)
+            install_unprocessed_logprobs(logits_sampler(self.llm))
+        self.form_masks = FormMasks(self.llm) if self.config.sampling.structured_outputs else None
+        """Tokens that the form of the run's completions allows; None without a form."""
         rank = torch.distributed.get_rank(group=self.tp_group) if self.tensor_parallel_size > 1 else 0
         self.weight_proof = WeightProof(self.notify, self._gather_in_group, rank)
         if self.enable_sleep_mode:

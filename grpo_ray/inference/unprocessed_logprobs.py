@@ -8,7 +8,6 @@ for one more token's log-probability (`logprobs=1`), that place holds the sample
 temperature and before all other processing.
 """
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -53,25 +52,16 @@ def put_beside_processed(token_ids: torch.Tensor, logprobs: torch.Tensor, unproc
     token_ids[:, 1:] = (sampled + 1) % unprocessed.shape[1]
 
 
-def install_unprocessed_logprobs(
-    sampler: "Sampler", before_mask: Callable[[torch.Tensor], torch.Tensor] = lambda logits: logits
-) -> None:
-    """Wrap an engine's sampler: requests with `logprobs=1` get both log-probabilities of the sampled token.
-
-    Args:
-        sampler: the engine's.
-        before_mask: returns the logits of a step before the mask of structured outputs, which vLLM applies before its
-            sampler, for those after it.
-    """
+def install_unprocessed_logprobs(sampler: "Sampler") -> None:
+    """Wrap an engine's sampler: requests with `logprobs=1` get both log-probabilities of the sampled token."""
     forward = sampler.forward
 
     def forward_with_unprocessed(
         logits: torch.Tensor, sampling_metadata: "SamplingMetadata", *args: Any, **kwargs: Any
     ) -> "SamplerOutput":
-        unmasked = before_mask(logits)
         if sampling_metadata.max_num_logprobs != 1:
             return forward(logits, sampling_metadata, *args, **kwargs)
-        unprocessed = temperature_logprobs(unmasked, sampling_metadata.temperature)  # vLLM overwrites the logits
+        unprocessed = temperature_logprobs(logits, sampling_metadata.temperature)  # vLLM overwrites the logits
         output = forward(logits, sampling_metadata, *args, **kwargs)
         put_beside_processed(output.logprobs_tensors.logprob_token_ids, output.logprobs_tensors.logprobs, unprocessed)
         return output

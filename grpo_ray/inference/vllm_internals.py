@@ -9,8 +9,8 @@
 | `TopKTopPSampler.forward`, `apply_top_k_top_p`    | the CPU's sampling is replaced (see `cpu_sampler.py`)           |
 | `Sampler.forward`, columns of `LogprobsTensors`   | log-probabilities before filters and penalties are returned     |
 |                                                   | beside those after them (see `unprocessed_logprobs.py`)         |
-| `apply_grammar_bitmask` of the model runner       | the logits before the mask of a structured output are kept, for |
-|                                                   | the same log-probabilities                                      |
+| path from `LLM` to its `StructuredOutputManager`, | the learner excludes the tokens that the engine has excluded    |
+| `grammar_init`, `_create_grammar`                 | (`rollout.structured_outputs`)                                  |
 | `_CPUSHMDistributed.make_group_name`              | shared memory of different runs must have different names       |
 | `GPUModelRunner.main_stream` (second runner)      | generating ahead runs on a CUDA stream of its own               |
 | `DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES`           | older releases use the second runner for one architecture only  |
@@ -21,12 +21,12 @@
 imported inside the functions, so that modules which import this one stay light.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from grpo_ray.errors import ConfigError
+from grpo_ray.errors import ConfigError, SyncError
 
 if TYPE_CHECKING:
     import torch
@@ -74,6 +74,54 @@ def cached_blocks(llm: "LLM") -> int:
     # With the executor "external_launcher" the scheduler is in this process too.
     client: Any = llm.llm_engine.engine_core  # InprocClient
     return len(client.engine_core.scheduler.kv_cache_manager.block_pool.cached_block_hash_to_block)
+
+
+class FormMasks:
+    """Tokens that the form of a run's completions allows (`rollout.structured_outputs`), computed by the engine."""
+
+    def __init__(self, llm: "LLM") -> None:
+        # With the executor "external_launcher" the scheduler is in this process, and compiles a form when a request is
+        # added.
+        client: Any = llm.llm_engine.engine_core  # InprocClient
+        self._manager = client.engine_core.structured_output_manager
+        self._request: Any = None
+        begin = self._manager.grammar_init
+
+        def keep_and_begin(request: Any) -> None:
+            if request.structured_output_request is not None:
+                self._request = request  # all have the form of the run, and its end tokens
+            begin(request)
+
+        self._manager.grammar_init = keep_and_begin
+
+    def allowed(self, completions: Sequence[Sequence[int]]) -> "torch.Tensor":
+        """Return the masks under which the engine has sampled the tokens of completions.
+
+        Args:
+            completions: token ids of completions of this engine, at least one of which it has sampled before.
+
+        Returns:
+            (N, ceil(V / 32)) int32 on the CPU, N tokens of all completions: bit v % 32 of word v // 32 is 1 if token v
+            is allowed.
+
+        Raises:
+            SyncError: the form excludes a token.
+        """
+        masks = self._manager.backend.allocate_token_bitmask(sum(map(len, completions)))
+        row = 0
+        for completion in completions:
+            form = self._manager._create_grammar(self._request)
+            for token in completion:
+                if form.is_terminated():
+                    masks[row].fill_(-1)
+                else:
+                    form.fill_bitmask(masks, row)
+                    if not form.accept_tokens("", [token]):
+                        raise SyncError(
+                            f"the engine has sampled token {token}, which rollout.structured_outputs excludes"
+                        )
+                row += 1
+        return masks
 
 
 SECOND_RUNNER_ARCHITECTURES = frozenset({"Qwen2ForCausalLM", "LlamaForCausalLM"})
@@ -172,26 +220,6 @@ def filter_top_k_top_p(logits: "torch.Tensor", k: "torch.Tensor | None", p: "tor
     from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
     return apply_top_k_top_p(logits, k, p)
-
-
-def keep_unmasked_logits() -> Callable[["torch.Tensor"], "torch.Tensor"]:
-    """Let the engine of this process keep a copy of its logits before it masks those of structured outputs.
-
-    Returns:
-        A function that returns, for the masked logits of a step, (B, V), those before the mask, and deletes the copy.
-        Logits that were not masked are returned as they are.
-    """
-    from vllm.v1.worker import gpu_model_runner
-
-    default = gpu_model_runner.apply_grammar_bitmask
-    kept: list[torch.Tensor] = []
-
-    def keep_and_mask(scheduler_output: Any, grammar_output: Any, input_batch: Any, logits: "torch.Tensor") -> None:
-        kept[:] = [logits.clone()]
-        default(scheduler_output, grammar_output, input_batch, logits)
-
-    gpu_model_runner.apply_grammar_bitmask = keep_and_mask
-    return lambda logits: kept.pop() if kept else logits
 
 
 def is_linear(layer: Any) -> bool:

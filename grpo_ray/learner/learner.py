@@ -87,6 +87,7 @@ from grpo_ray.learner.trl_config import trl_arguments
 from grpo_ray.learner.trl_internals import (
     Metrics,
     append_metrics,
+    scoring_allowed_tokens,
     scoring_labels_only,
     shard_without_gpus,
     sharding_reference_by_layer,
@@ -659,13 +660,16 @@ class Learner(GRPOTrainer):
         loss_pass = self._loss_pass
         layout = self.savings.layout if loss_pass is None else loss_pass.layout
         scores: tuple[Any, ...]
-        with scoring_labels_only(self.savings.head):
+        parts = None
+        if layout != "padded" and loss_pass is None:
+            parts = self._plan_scoring(attention_mask.sum(dim=1).tolist())
+        masks = self._form_masks(input_ids, attention_mask, logits_to_keep, parts)
+        with scoring_labels_only(self.savings.head or masks is not None), scoring_allowed_tokens(masks):
             if layout == "padded":
                 scores = super()._get_per_token_logps_and_entropies(
                     model, input_ids, attention_mask, logits_to_keep, *args, **kwargs
                 )
-            elif loss_pass is None:
-                parts = self._plan_scoring(attention_mask.sum(dim=1).tolist())
+            elif parts is not None:
                 autocast = self.accelerator.autocast
                 scores = *score_rows(layout, model, input_ids, attention_mask, logits_to_keep, autocast, parts), None
             else:
@@ -679,6 +683,23 @@ class Learner(GRPOTrainer):
             self.sync_checker.observe(compare_logps(loss_pass.batch, logps, self._active_importance))
         self._loss_pass = replace(loss_pass, entropies=scores[1])
         return scores
+
+    def _form_masks(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        completions: int,
+        parts: list[list[int]] | None,
+    ) -> torch.Tensor | None:
+        """Return the masks of all completion tokens, in the order of the passes over `parts`; None without a form.
+
+        The last `completions` columns are the completions. Without `parts` the rows are read in their own order.
+        """
+        if self.engine.form_masks is None:
+            return None
+        order = range(len(input_ids)) if parts is None else [row for part in parts for row in part]
+        ids, is_token = input_ids[:, -completions:], attention_mask[:, -completions:].bool()
+        return self.engine.form_masks.allowed([ids[row][is_token[row]].tolist() for row in order]).to(ids.device)
 
     def _plan_scoring(self, lengths: list[int]) -> list[list[int]]:
         """Return the rows of each pass over completions of these lengths; collective.

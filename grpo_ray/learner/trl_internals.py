@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 import trl.trainer.utils
 from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin, PartialState
 from accelerate.utils import fsdp2_prepare_model
@@ -18,6 +19,7 @@ from transformers import PreTrainedModel
 from transformers.utils.loading_report import LoadStateDictInfo
 
 from grpo_ray.inference.trl_without_trackers import grpo_trainer
+from grpo_ray.learner.masked_output_layer import MaskedOutputLayer
 
 PRIVATE_ATTRIBUTES = {
     "_entropy_bonus_enabled": "an entropy bonus gives every row a gradient, so rows cannot be left out",
@@ -104,6 +106,27 @@ def sharding_reference_by_layer(enabled: bool) -> Iterator[None]:
         yield
     finally:
         grpo_trainer.prepare_fsdp = original
+
+
+@contextmanager
+def scoring_allowed_tokens(masks: torch.Tensor | None) -> Iterator[None]:
+    """Make TRL's output layer compute probabilities among the allowed tokens of each position; None: among all tokens.
+
+    TRL's layer knows no masks: it would compare probabilities among all tokens with those that the engine sampled from.
+
+    Args:
+        masks: (N, ceil(V / 32)) int32 bits of the positions that all passes in this context score, in their order.
+    """
+    if masks is None:
+        yield
+        return
+    original = trl.trainer.utils._ChunkedLogProbFunction
+    layer = trl.trainer.utils._ChunkedLogProbFunction = MaskedOutputLayer(masks)
+    try:
+        yield
+    finally:
+        trl.trainer.utils._ChunkedLogProbFunction = original
+    assert layer.scored == len(masks), f"{layer.scored} positions were scored with masks for {len(masks)}"
 
 
 @contextmanager

@@ -1,7 +1,9 @@
 """Gaps between a real engine and a real learner under each sampling option, for `test_sampling_options.py`."""
 
 import itertools
+import json
 import tempfile
+from dataclasses import replace
 from typing import Any
 
 from lone_process import lone_process_group
@@ -18,17 +20,24 @@ COMBINATIONS: dict[str, dict[str, Any]] = {
     "allowed_token_ids": {"allowed_token_ids": list(range(12))},
     "bad_words": {"bad_words": ["7"]},
     "min_tokens": {"min_tokens": 20},
-    "structured_outputs": {"structured_outputs": {"regex": "[1-4]{2,9}(,[5-9]+)?"}},
     "all filters": {"top_p": 0.9, "top_k": 5, "min_p": 0.1},
     "filters and penalties": {"top_p": 0.9, "top_k": 5, "repetition_penalty": 1.2, "frequency_penalty": 0.5},
-    "a form and filters": {"structured_outputs": {"regex": "[1-4]{2,9}(,[5-9]+)?"}, "top_p": 0.9},
 }
 """Name -> arguments of `vllm.SamplingParams`, all at the temperature 0.8."""
 
+FORM = {"regex": "[1-4]{2,9}(,[5-9]+)?"}
+FORMED: dict[str, dict[str, Any]] = {
+    "a form": {},
+    "a form and filters": {"top_p": 0.9, "repetition_penalty": 1.2},
+}
+"""The same, for completions of the form above."""
+
 
 @lone_process_group()
-def measure_gaps(policy: str, dtype: str = "float32") -> dict[str, dict[str, Any]]:
+def measure_gaps(policy: str, dtype: str = "float32", formed: bool = False) -> dict[str, dict[str, Any]]:
     """Start an engine and a learner with the policy; return the observations of each combination, by name.
+
+    The combinations are those of FORMED if `formed`, or of COMBINATIONS.
 
     Each has the mean gap in nats with right weights, with stale ones (`stale`), of the processed log-probabilities with
     right weights (`processed`), what the proof raises (`raised`, `stale raised`), and two runs' completions.
@@ -50,13 +59,16 @@ def measure_gaps(policy: str, dtype: str = "float32") -> dict[str, dict[str, Any
             f"model.path={policy}",
             f"model.dtype={dtype}",
             "grpo.vllm_importance_sampling_mode=token_truncate",
-            "rollout.structured_outputs={choice: [a]}",  # the observed requests have one of their own, or none
             *overrides,
+            *([f"rollout.structured_outputs={json.dumps(FORM)}"] if formed else []),
         ],
     )
     learner = build_learner(config, model_path=policy, output_dir=tempfile.mkdtemp(), problems=[])
     engine, padding = learner.engine, learner.collector.padding
     plain = {"temperature": 0.8, "max_tokens": 24, "detokenize": False, "logprobs": 1}
+    combinations = COMBINATIONS
+    if formed:
+        plain, combinations = plain | {"structured_outputs": FORM}, FORMED
     heldout = itertools.islice(arithmetic_problems("heldout"), 12)
     prompts = tokenize_prompts(learner.processing_class, [problem.prompt for problem in heldout], {})
     engine.sync_weights()
@@ -69,9 +81,15 @@ def measure_gaps(policy: str, dtype: str = "float32") -> dict[str, dict[str, Any
         batch = padding.columns(Completions(prompts, completions, logps, before))
         with learner.accelerator.autocast():  # which training wraps the model in
             learner_logps, mask = learner.logps(batch), batch["completion_mask"]
+        if formed:  # every way of reading rows takes the masks in its own order
+            for layout in ("padded", "shifted"):
+                learner.savings = replace(learner.savings, layout=layout)
+                with learner.accelerator.autocast():
+                    torch.testing.assert_close(learner.logps(batch) * mask, learner_logps * mask)
         unprocessed, processed = batch["unprocessed_per_token_logps"], batch["sampling_per_token_logps"]
         observed: dict[str, Any] = {
             "completions": completions,
+            "texts": learner.processing_class.batch_decode(completions, skip_special_tokens=True),
             "gap": ((learner_logps - unprocessed).abs() * mask).sum().item() / mask.sum().item(),
             "processed": ((learner_logps - processed).abs() * mask).sum().item() / mask.sum().item(),
             "raised": "",
@@ -82,12 +100,12 @@ def measure_gaps(policy: str, dtype: str = "float32") -> dict[str, dict[str, Any
             observed["raised"] = str(error)
         return observed
 
-    found = {name: observe(options) for name, options in COMBINATIONS.items()}
-    again = {name: observe(options) for name, options in reversed(COMBINATIONS.items())}
+    found = {name: observe(options) for name, options in combinations.items()}
+    again = {name: observe(options) for name, options in reversed(combinations.items())}
     with torch.no_grad():
         for parameter in learner.model.parameters():
             parameter.add_(0.002 * torch.randn_like(parameter))  # as far as a few optimizer steps
-    for name, options in COMBINATIONS.items():
+    for name, options in combinations.items():
         stale = observe(options)
         found[name] |= {
             "again": again[name]["completions"], "stale": stale["gap"], "stale raised": stale["raised"],

@@ -102,6 +102,7 @@ AT_IMPORT = {
         "learner.forward_pass",
         "learner.rollouts.group_recorder",
         "learner.learner",
+        "learner.masked_output_layer",
         "learner.micro_batches",
         "learner.resume",
         "learner.schedule",

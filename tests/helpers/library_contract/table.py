@@ -48,6 +48,16 @@ PATHS: dict[str, tuple[str, ...]] = {
         "vllm.v1.core.sched.scheduler:Scheduler.kv_cache_manager",
         "vllm.v1.core.kv_cache_manager:KVCacheManager.block_pool",
         "vllm.v1.core.block_pool:BlockPool.cached_block_hash_to_block",
+        # From an engine to the masks of structured outputs
+        "vllm.v1.engine.core:EngineCore.structured_output_manager",
+        "vllm.v1.structured_output:StructuredOutputManager.backend",
+        "vllm.v1.structured_output:StructuredOutputManager.grammar_init(request)",
+        "vllm.v1.structured_output:StructuredOutputManager._create_grammar(request)",
+        "vllm.v1.structured_output:StructuredOutputManager._use_async_grammar_compilation",
+        "vllm.v1.structured_output.backend_types:StructuredOutputBackend.allocate_token_bitmask(max_num_seqs)",
+        "vllm.v1.structured_output.backend_types:StructuredOutputGrammar.accept_tokens(request_id, tokens)",
+        "vllm.v1.structured_output.backend_types:StructuredOutputGrammar.fill_bitmask(bitmask, idx)",
+        "vllm.v1.structured_output.backend_types:StructuredOutputGrammar.is_terminated()",
         f"{V2_RUNNER}.main_stream",
         f"{V2_RUNNER}.device",
         # Samplers: the first model runner's only
@@ -90,6 +100,7 @@ PATHS: dict[str, tuple[str, ...]] = {
     ),
     "grpo_ray/learner/trl_internals.py": (
         "trl.trainer.utils:_use_triton(device)",
+        "trl.trainer.utils:_ChunkedLogProbFunction",
         "transformers.configuration_utils:PreTrainedConfig._attn_implementation",
         "transformers.configuration_utils:PreTrainedConfig.get_text_config()",
         "transformers.modeling_utils:PreTrainedModel._is_stateful",

@@ -1,6 +1,7 @@
-"""Runs with filters, penalties, stop strings and held-out samples: the invariants hold as without them."""
+"""Runs with filters, penalties, stop strings, forms and held-out samples: the invariants hold as without them."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -67,3 +68,42 @@ def test_sampled_run_killed_ends_with_the_same_weights(small_run: Callable[..., 
     killed, folder = small_run("killed", *SAMPLED, faults=[Fault("kill-backward", step=3, rank=1)])
     assert groups_of(folder) == groups_of(sampled_run.folder)
     assert same_weights(weights_of(killed.latest_checkpoint), weights_of(sampled_run.summary.latest_checkpoint))
+
+
+FORM = r"[0-9+\-*= ]*\\boxed\{-?[0-9]{1,4}\}"
+FORMED = [
+    *REFERENCE,
+    f"rollout.structured_outputs={json.dumps({'regex': FORM})}",
+    "grpo.temperature=0.9",
+    "grpo.beta=0.01",
+    "grpo.generate_ahead=true",
+]
+
+
+@pytest.fixture(scope="module")
+def formed_run(cluster: None, policy: Path, tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
+    """An undisturbed run of two workers whose completions have a form."""
+    folder = tmp_path_factory.mktemp("formed")
+    return FinishedRun(run.train(load_config(None, [*small_settings("two", folder, policy), *FORMED])), folder / "two")
+
+
+def test_formed_run_is_trained_among_the_allowed_tokens(formed_run: FinishedRun) -> None:
+    rows = rows_of(formed_run.folder)
+    assert len(rows) == 5 and all(row["engine/logprob_gap_max"] < 1e-4 for row in rows)
+    assert all(row["learner/grad_norm"] > 0 for row in rows)
+    assert all(abs(row["engine/ratio_mean"] - 1) < 1e-4 for row in rows if "engine/ratio_mean" in row)
+    shown = [text for group in groups_of(formed_run.folder) for text in group["completions"] or ()]
+    ended = [text for text in shown if text.endswith("}")]
+    assert ended and all(re.fullmatch(FORM, text) for text in ended)
+
+
+def test_formed_run_of_one_worker_takes_the_same_steps(small_run: Callable[..., Any], formed_run: FinishedRun) -> None:
+    one, folder = small_run("one-worker", *FORMED, "cluster.num_workers=1")
+    assert sorted_groups(folder) == sorted_groups(formed_run.folder)
+    assert_near(weights_of(one.latest_checkpoint), weights_of(formed_run.summary.latest_checkpoint))
+
+
+def test_formed_run_killed_ends_with_the_same_weights(small_run: Callable[..., Any], formed_run: FinishedRun) -> None:
+    killed, folder = small_run("killed", *FORMED, faults=[Fault("kill-backward", step=3, rank=1)])
+    assert groups_of(folder) == groups_of(formed_run.folder)
+    assert same_weights(weights_of(killed.latest_checkpoint), weights_of(formed_run.summary.latest_checkpoint))

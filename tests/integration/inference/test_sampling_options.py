@@ -1,11 +1,12 @@
 """Proof of the weight sync under every sampling option, with a real engine: neither a false alarm nor a miss."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
-from sampling_probe import COMBINATIONS
+from sampling_probe import COMBINATIONS, FORM, FORMED
 
 from grpo_ray.config.sampling import PROCESSING
 
@@ -21,7 +22,13 @@ def gaps(cluster: None, policy: Path) -> dict[str, dict[str, Any]]:
     return observe(policy, "float32")
 
 
-def observe(policy: Path, dtype: str) -> dict[str, dict[str, Any]]:
+@pytest.fixture(scope="module")
+def formed_gaps(cluster: None, policy: Path) -> dict[str, dict[str, Any]]:
+    """Return the observations of completions of a form, in float32."""
+    return observe(policy, "float32", formed=True)
+
+
+def observe(policy: Path, dtype: str, formed: bool = False) -> dict[str, dict[str, Any]]:
     """Return the observations of `sampling_probe.measure_gaps`, made in a Ray task."""
     import ray
     from sampling_probe import measure_gaps
@@ -31,7 +38,7 @@ def observe(policy: Path, dtype: str) -> dict[str, dict[str, Any]]:
 
     environment = worker_environment(load_config(), threads=2)
     task = ray.remote(max_calls=1)(measure_gaps).options(runtime_env={"env_vars": environment})
-    found: dict[str, dict[str, Any]] = ray.get(task.remote(str(policy), dtype))
+    found: dict[str, dict[str, Any]] = ray.get(task.remote(str(policy), dtype, formed))
     for name, row in found.items():  # the table of docs/architecture.md
         print(dtype, name, json.dumps({key: value for key, value in row.items() if isinstance(value, float)}))
     return found
@@ -68,3 +75,22 @@ def test_processed_logprobs_would_raise_a_false_alarm(gaps: dict[str, dict[str, 
 @pytest.mark.parametrize("name", COMBINATIONS)
 def test_sampling_option_same_seeds_same_completions(gaps: dict[str, dict[str, Any]], name: str) -> None:
     assert gaps[name]["again"] == gaps[name]["completions"] == gaps[name]["stale completions"]
+
+
+@pytest.mark.parametrize("name", FORMED)
+def test_completions_of_a_form_are_proven(formed_gaps: dict[str, dict[str, Any]], name: str) -> None:
+    row = formed_gaps[name]
+    assert row["gap"] < TOLERANCE / 10 and row["raised"] == ""
+    assert row["stale"] > TOLERANCE and "does not hold the learner's weights" in row["stale raised"]
+    assert row["again"] == row["completions"] == row["stale completions"]
+    # The learner excludes what the form excludes, so that nothing is left to correct but filters.
+    assert (row["processed"] > TOLERANCE) == ("filters" in name)
+    assert row["processed"] >= row["gap"]
+
+
+@pytest.mark.parametrize("name", FORMED)
+def test_completions_have_their_form(formed_gaps: dict[str, dict[str, Any]], name: str) -> None:
+    texts = formed_gaps[name]["texts"]
+    lengths = [len(ids) for ids in formed_gaps[name]["completions"]]
+    ended = [text for text, length in zip(texts, lengths, strict=True) if length < 24]
+    assert len(ended) >= 6 and all(re.fullmatch(FORM["regex"], text.replace(" ", "")) for text in ended)

@@ -60,9 +60,10 @@ def test_structured_outputs_regex_of_trl_names_ours() -> None:
     ],
 )
 def test_structured_outputs_are_an_option_of_each_request(form: dict[str, Any], value: Any) -> None:
-    sampling = config(rollout={"structured_outputs": form}, **OFF_POLICY).sampling
+    sampling = config(rollout={"structured_outputs": form}).sampling
     assert sampling.changed == {"structured_outputs": {next(iter(form)): value}}
-    assert sampling.processing == ["structured_outputs"] and not sampling.ends_early
+    # The learner excludes the same tokens, so that no ratio has to correct for them.
+    assert sampling.processing == [] and not sampling.ends_early
 
 
 @pytest.mark.parametrize(
@@ -80,14 +81,20 @@ def test_structured_outputs_are_an_option_of_each_request(form: dict[str, Any], 
 )
 def test_structured_outputs_of_no_one_form_raise(form: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as error:
-        config(rollout={"structured_outputs": form}, **OFF_POLICY)
+        config(rollout={"structured_outputs": form})
     assert message in str(error.value)
+
+
+def test_structured_outputs_of_several_turns_raise() -> None:
+    rollout = {"structured_outputs": {"regex": "a"}, "environment": "grpo_ray.tools.examples:Guess"}
+    with pytest.raises(ConfigError, match="structured_outputs is a form of completions of one turn"):
+        config(rollout=rollout)
 
 
 @pytest.mark.parametrize("option", [{"allowed_token_ids": [5]}, {"bad_words": ["x"]}, {"min_tokens": 2}])
 def test_structured_outputs_with_an_option_that_may_leave_no_token_raise(option: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=f"does not go with grpo.generation_kwargs.{next(iter(option))}: together"):
-        config(rollout={"structured_outputs": {"regex": "a"}}, generation_kwargs=option, **OFF_POLICY)
+        config(rollout={"structured_outputs": {"regex": "a"}}, generation_kwargs=option)
 
 
 @pytest.mark.parametrize(
@@ -127,11 +134,9 @@ def test_sampling_filter_needs_a_correction_by_token(name: str) -> None:
     values: dict[str, Any] = {"top_p": 0.9, "top_k": 5, "logit_bias": {5: 1.0}, "bad_words": ["x"], "min_tokens": 2}
     value = values.get(name, [3] if name == "allowed_token_ids" else 0.5)
     options: dict[str, Any] = {"generation_kwargs": {name: value}}
-    if name == "structured_outputs":
-        options = {"rollout": {"structured_outputs": {"regex": "[0-9]+"}}}
     # TRL's default is a ratio of whole completions.
     with pytest.raises(
-        ConfigError, match=rf"vllm_importance_sampling_mode=sequence_mask does not go with (grpo|rollout)\.\S*{name}"
+        ConfigError, match=rf"vllm_importance_sampling_mode=sequence_mask does not go with grpo\.\S*{name}"
     ):
         config(**options)
     assert config(**options, **OFF_POLICY).sampling.processing == [name]

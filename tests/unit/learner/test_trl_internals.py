@@ -1,6 +1,7 @@
 """Private parts of libraries: the list of the trainer's attributes is complete, and patches are undone."""
 
 import ast
+import inspect
 import re
 from pathlib import Path
 
@@ -9,7 +10,13 @@ import torch
 import trl.trainer.utils
 
 from grpo_ray.learner import learner, trl_internals
-from grpo_ray.learner.trl_internals import PRIVATE_ATTRIBUTES, append_metrics, scoring_labels_only
+from grpo_ray.learner.masked_output_layer import MaskedOutputLayer
+from grpo_ray.learner.trl_internals import (
+    PRIVATE_ATTRIBUTES,
+    append_metrics,
+    scoring_allowed_tokens,
+    scoring_labels_only,
+)
 
 TRAINING = Path(learner.__file__).parent
 
@@ -57,3 +64,25 @@ def test_scoring_labels_only_leaves_no_trace_after_error() -> None:
     assert utils._use_triton is before
     with scoring_labels_only(False):
         assert utils._use_triton is before
+
+
+def test_scoring_allowed_tokens_leaves_no_trace_and_counts_positions() -> None:
+    utils, masks = trl.trainer.utils, torch.full((3, 1), -1, dtype=torch.int32)
+    before = utils._ChunkedLogProbFunction
+    with scoring_allowed_tokens(None):
+        assert utils._ChunkedLogProbFunction is before
+    with pytest.raises(KeyError), scoring_allowed_tokens(masks):
+        assert utils._ChunkedLogProbFunction is not before
+        raise KeyError
+    assert utils._ChunkedLogProbFunction is before
+    with pytest.raises(AssertionError, match="0 positions were scored with masks for 3"), scoring_allowed_tokens(masks):
+        pass
+    assert utils._ChunkedLogProbFunction is before
+
+
+def test_output_layer_of_trl_is_called_as_ours_is() -> None:
+    """`MaskedOutputLayer.apply` takes the arguments of the function that it stands for, in their order."""
+    theirs = list(inspect.signature(trl.trainer.utils._ChunkedLogProbFunction.forward).parameters)[1:]
+    ours = list(inspect.signature(MaskedOutputLayer.apply).parameters)[1:]
+    assert len(ours) == len(theirs)
+    assert theirs == ["final_logit_softcapping" if name == "softcap" else name for name in ours]
