@@ -113,7 +113,7 @@ class FormMasks:
             form = self._manager._create_grammar(self._request)
             for token in completion:
                 if form.is_terminated():
-                    masks[row].fill_(-1)
+                    masks[row] = -1  # all tokens
                 else:
                     form.fill_bitmask(masks, row)
                     if not form.accept_tokens("", [token]):

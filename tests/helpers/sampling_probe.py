@@ -82,8 +82,8 @@ def measure_gaps(policy: str, dtype: str = "float32", formed: bool = False) -> d
         with learner.accelerator.autocast():  # which training wraps the model in
             learner_logps, mask = learner.logps(batch), batch["completion_mask"]
         if formed:  # every way of reading rows takes the masks in its own order
-            for layout in ("padded", "shifted"):
-                learner.savings = replace(learner.savings, layout=layout)
+            for shift in (False, True):
+                learner.savings = replace(learner.savings, shift=shift, pack=False, head=shift)
                 with learner.accelerator.autocast():
                     torch.testing.assert_close(learner.logps(batch) * mask, learner_logps * mask)
         unprocessed, processed = batch["unprocessed_per_token_logps"], batch["sampling_per_token_logps"]

@@ -53,7 +53,7 @@ PATHS: dict[str, tuple[str, ...]] = {
         "vllm.v1.structured_output:StructuredOutputManager.backend",
         "vllm.v1.structured_output:StructuredOutputManager.grammar_init(request)",
         "vllm.v1.structured_output:StructuredOutputManager._create_grammar(request)",
-        "vllm.v1.structured_output:StructuredOutputManager._use_async_grammar_compilation",
+        "vllm.v1.request:Request.structured_output_request",
         "vllm.v1.structured_output.backend_types:StructuredOutputBackend.allocate_token_bitmask(max_num_seqs)",
         "vllm.v1.structured_output.backend_types:StructuredOutputGrammar.accept_tokens(request_id, tokens)",
         "vllm.v1.structured_output.backend_types:StructuredOutputGrammar.fill_bitmask(bitmask, idx)",

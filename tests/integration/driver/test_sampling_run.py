@@ -90,7 +90,7 @@ def formed_run(cluster: None, policy: Path, tmp_path_factory: pytest.TempPathFac
 def test_formed_run_is_trained_among_the_allowed_tokens(formed_run: FinishedRun) -> None:
     rows = rows_of(formed_run.folder)
     assert len(rows) == 5 and all(row["engine/logprob_gap_max"] < 1e-4 for row in rows)
-    assert all(row["learner/grad_norm"] > 0 for row in rows)
+    assert all(row["learner/gradient_norm"] > 0 for row in rows)
     assert all(abs(row["engine/ratio_mean"] - 1) < 1e-4 for row in rows if "engine/ratio_mean" in row)
     shown = [text for group in groups_of(formed_run.folder) for text in group["completions"] or ()]
     ended = [text for text in shown if text.endswith("}")]
