@@ -675,15 +675,20 @@ def settings_are_of_rewards(config: "Config") -> str | None:
 
 
 def benchmarks_have_no_environment(config: "Config") -> str | None:
-    """Refuse held-out benchmarks in a run whose problems are all solved in an environment, or by a function."""
+    """Refuse held-out benchmarks in a run whose completions are of an environment, a function or a given form."""
     named = [each.dataset for each in config.heldout_sources.values() if find_benchmark(each.dataset)]
     if not named:
         return None
-    if config.rollout.function is not None or None in config.rollout.environments:
-        option = "function" if config.rollout.function is not None else "environment"
+    rollout = config.rollout
+    options = {
+        "function": rollout.function is not None,
+        "environment": None in rollout.environments,
+        "structured_outputs": rollout.structured_outputs is not None,
+    }
+    if used := [name for name, is_used in options.items() if is_used]:
         return (
-            f"data.heldout names the benchmark {named[0]}, whose problems would be solved by rollout.{option}; measure "
-            f"it with `grpo-ray eval CHECKPOINT --suite {named[0]}`"
+            f"data.heldout names the benchmark {named[0]}, whose completions would be those of rollout.{used[0]}; "
+            f"measure it with `grpo-ray eval CHECKPOINT --suite {named[0]}`"
         )
     return None
 

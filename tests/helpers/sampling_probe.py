@@ -65,7 +65,7 @@ def measure_gaps(policy: str, dtype: str = "float32", formed: bool = False) -> d
     )
     learner = build_learner(config, model_path=policy, output_dir=tempfile.mkdtemp(), problems=[])
     engine, padding = learner.engine, learner.collector.padding
-    plain = {"temperature": 0.8, "max_tokens": 24, "detokenize": False, "logprobs": 1}
+    plain: dict[str, Any] = {"temperature": 0.8, "max_tokens": 24, "detokenize": False, "logprobs": 1}
     combinations = COMBINATIONS
     if formed:
         plain, combinations = plain | {"structured_outputs": FORM}, FORMED

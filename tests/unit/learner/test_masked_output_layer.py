@@ -57,7 +57,7 @@ def test_allowed_tokens_unpacks_what_xgrammar_packs() -> None:
 @pytest.mark.parametrize("positions", [1, POSITIONS + 3])
 def test_layer_with_all_tokens_allowed_is_trls(positions: int, model: dict[str, Any]) -> None:
     each = case(positions, model.get("bias", False))
-    options = (0.8, 32, model.get("softcap"), model.get("logit_scale", 1.0), ("entropy",))
+    options: Any = (0.8, 32, model.get("softcap"), model.get("logit_scale", 1.0), ("entropy",))
     layer = MaskedOutputLayer(torch.full((positions, WORDS), -1, dtype=torch.int32))
     inputs = each["hidden"], each["weight"], each["bias"], each["targets"]
     ours = layer.apply(*inputs, *options)[:2]
