@@ -7,13 +7,14 @@ inside the commands, after the config was read, so that mistakes in it are repor
 import argparse
 import json
 import os
+import select
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from grpo_ray.config import loader
 from grpo_ray.config.absolute_paths import absolute_model
@@ -59,7 +60,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         for line in str(error).splitlines():
             print(f"grpo-ray: {line}", file=sys.stderr)
         return 2
-    except Exception as error:  # of any library; all are raised again, except for two causes with known advice
+    except Exception as error:  # of any library; all are raised again, except for causes with known advice
+        if isinstance(error, BrokenPipeError) and _has_lost_reader(sys.stdout):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python writes what is left when it ends
+            return 128 + signal.SIGPIPE
         if is_memory_kill(error):
             print(f"grpo-ray: a process of Ray died: {MEMORY_ADVICE}", file=sys.stderr)
             return 1
@@ -70,6 +74,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 1
+
+
+def _has_lost_reader(stream: TextIO) -> bool:
+    """Return True if the program that reads a pipe has ended, such as `head`."""
+    poll = select.poll()
+    poll.register(stream.fileno(), 0)  # errors are reported in any case
+    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 class CommandParser(argparse.ArgumentParser):

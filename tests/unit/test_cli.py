@@ -5,6 +5,7 @@ import importlib.util
 import itertools
 import os
 import shlex
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -257,3 +258,12 @@ def test_eval_of_run_folder_takes_any_ranking(tmp_path: Path, best_metric: str, 
     (tmp_path / "run" / "config.yaml").write_text(yaml.safe_dump(run.to_dict()))
     parsed = build_parser().parse_args(["eval", str(tmp_path / "run" / "checkpoint-000002"), *options])
     assert load_eval_config(parsed).run.best_metric == "heldout/accuracy"
+
+
+def test_main_ends_quietly_when_the_reader_of_its_output_has_ended() -> None:
+    command = [sys.executable, "-m", "grpo_ray.cli", "train", "--help"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()  # as `head` does, before the command has written anything
+    assert process.stderr.read() == ""
+    assert process.wait() == 128 + signal.SIGPIPE
