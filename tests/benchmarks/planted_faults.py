@@ -231,6 +231,7 @@ TESTS: dict[str, TestFiles] = {
     ),
     "learner/batch.py": TestFiles(unit=("learner/test_batch.py", *SAVINGS.unit), integration=SAVINGS.integration),
     "learner/exact_savings.py": SAVINGS,
+    "learner/masked_output_layer.py": TestFiles(unit=("learner/test_masked_output_layer.py",)),
     "learner/forward_pass.py": TestFiles(
         unit=("learner/test_forward_pass.py", *SAVINGS.unit), integration=SAVINGS.integration
     ),
@@ -454,6 +455,28 @@ FAULTS = (
         "learner/exact_savings.py",
         "rows=settings.beta == 0.0 and not over_micro_batch,",
         "rows=not over_micro_batch,",
+    ),
+    Fault(
+        "learner-knows-no-form",
+        "learner/masked_output_layer.py",
+        "masked_fill(~allowed, -torch.inf).log_softmax",
+        "log_softmax",
+    ),
+    Fault(
+        "masks-of-a-form-one-token-late",
+        "inference/vllm_internals.py",
+        """                    form.fill_bitmask(masks, row)
+                    if not form.accept_tokens("", [token]):""",
+        """                    form.fill_bitmask(masks, max(row - 1, 0))
+                    if not form.accept_tokens("", [token]):""",
+        integration=("inference/test_sampling_options.py",),
+    ),
+    Fault(
+        "form-of-rows-in-another-order",
+        "learner/learner.py",
+        "order = range(len(input_ids)) if parts is None else [row for part in parts for row in part]",
+        "order = range(len(input_ids))",
+        integration=("inference/test_sampling_options.py",),
     ),
     Fault(
         "importance-ratio-upside-down",
