@@ -152,6 +152,8 @@ def attack_config(config: Config, *, gpus: int, has_plain_prompts: bool) -> Conf
         cluster=ClusterConfig(num_workers=min(2, config.cluster.max_workers)),
         model=ModelConfig(),
         engine=EngineConfig(),
+        # The embedded policy lacks the tokens of most forms.
+        rollout=replace(config.rollout, structured_outputs=None),
     )
 
 

@@ -60,7 +60,10 @@ def test_run_attacks_with_its_own_policy_on_the_gpus_there_are(tmp_path: Path, g
 
 def test_run_without_gpus_attacks_with_an_embedded_policy(tmp_path: Path) -> None:
     run = {"name": "r", "storage_path": str(tmp_path), "from_checkpoint": "/other/run"}
-    trial = attacked(from_mapping({**GPU_RUN, "run": run}))
+    form = {"structured_outputs": {"choice": ["yes", "no"]}}
+    assert attacked(from_mapping({**GPU_RUN, "rollout": form}), 1).rollout.structured_outputs is not None
+    trial = attacked(from_mapping({**GPU_RUN, "run": run, "rollout": form}))
+    assert trial.rollout.structured_outputs is None  # its tokens may not be able to write it
     assert trial.model.path == "tiny-arithmetic" and trial.model.lora is None and trial.run.from_checkpoint is None
     assert not trial.cluster.use_gpu and trial.cluster.num_workers == 2
     assert trial.engine.max_model_len is None and trial.data.max_prompt_length is None
