@@ -559,8 +559,8 @@ def with_samples(config: Config, num_samples: int) -> Config:
 def with_suite(config: Config, suite: str, overrides: Sequence[str]) -> Config:
     """Return the config with benchmarks as held-out sets, all of their problems unless an override limits them.
 
-    Completions may call the run's tools. Its environments, rollout function, rewards and training problems are left
-    out.
+    Completions may call the run's tools. Its environments, rollout function, form of completions, rewards and training
+    problems are left out.
     """
     rollout = config.rollout
     is_limited = any(word.startswith("data.heldout_limit=") for word in overrides)

@@ -4,7 +4,7 @@ import gc
 import os
 import signal
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +22,19 @@ hypothesis.settings.load_profile("without deadline")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def pytest_sessionstart() -> None:
-    gc.disable()
-
-
-def pytest_collection_finish() -> None:
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
     """Leave modules and collected tests out of all garbage collections: they are large, and live to the end.
 
     Collections took seconds of the unit tests, and far more in a fork, whose memory they copy by writing to it.
     """
-    gc.freeze()
-    gc.enable()
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_sessionfinish() -> None:

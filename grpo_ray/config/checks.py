@@ -6,6 +6,7 @@ Nothing here imports a heavy library, so that a wrong setting is refused at once
 """
 
 import dataclasses
+import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -200,6 +201,15 @@ def structured_outputs_are_one_form(config: "Config") -> str | None:
     if len(form.given) != 1:
         given = ", ".join(form.given) or "none"
         return f"rollout.structured_outputs must have one of regex, json, choice and grammar, and has {given}"
+    try:
+        json.dumps(form.given)
+    except (TypeError, ValueError) as error:
+        return f"rollout.structured_outputs.json holds a value that is no JSON: {error}; put it in quotation marks"
+    if "structured_outputs_config" in config.engine.vllm:
+        return (
+            "engine.vllm.structured_outputs_config does not go with rollout.structured_outputs, which sets it; remove "
+            "it, and set rollout.structured_outputs.compact for JSON without white space"
+        )
     if config.rollout.has_conversations:
         return (
             "rollout.structured_outputs is a form of completions of one turn, and does not go with rollout.tools, "
@@ -674,7 +684,7 @@ def settings_are_of_rewards(config: "Config") -> str | None:
     return None
 
 
-def benchmarks_have_no_environment(config: "Config") -> str | None:
+def benchmarks_have_plain_completions(config: "Config") -> str | None:
     """Refuse held-out benchmarks in a run whose completions are of an environment, a function or a given form."""
     named = [each.dataset for each in config.heldout_sources.values() if find_benchmark(each.dataset)]
     if not named:
@@ -802,7 +812,7 @@ CHECKS: tuple[Callable[["Config"], str | None], ...] = (
     reward_names_differ,
     limits_are_of_isolated_rewards,
     settings_are_of_rewards,
-    benchmarks_have_no_environment,
+    benchmarks_have_plain_completions,
     sources_name_what_exists,
     heldout_score_is_known,
     eased_conciseness_knows_the_success_rate,

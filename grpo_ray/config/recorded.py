@@ -138,6 +138,11 @@ def evaluation_settings(
                     f"data.{name}={source} of the run folder is not opened, because its protocol may run code; name "
                     "the problems with --data"
                 )
+    if hidden_settings(settings.get("rollout", {}).get("structured_outputs")):
+        raise ConfigError(
+            "rollout.structured_outputs of the run folder has parts that were hidden as secrets, so the form of its "
+            "completions is not known; give the run's own YAML file with --config"
+        )
     for section in settings.keys() - {"data"}:  # settings with hidden secrets, which only training needs
         settings[section] = {name: value for name, value in settings[section].items() if not hidden_settings(value)}
     return settings

@@ -26,7 +26,7 @@ TokenId = Annotated[int, Field(ge=0)]
 
 @dataclass(frozen=True, kw_only=True)
 class StructuredOutputs:
-    """Form of all completions, by which engine and learner exclude tokens: exactly one of these."""
+    """Form of all completions, by which engine and learner exclude tokens: one of the first four."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(
         extra="forbid", revalidate_instances="always", use_attribute_docstrings=True, allow_inf_nan=False
@@ -41,13 +41,16 @@ class StructuredOutputs:
     grammar: Annotated[str, Field(min_length=1)] | None = None
     """Context-free grammar of the completion, in EBNF with the start symbol `root` (GBNF, as in llama.cpp)."""
 
+    compact: bool = False
+    """Allow no white space between the parts of a JSON document."""
+
     @property
     def given(self) -> dict[str, Any]:
         """The forms that are set, as plain values; exactly one in a valid config."""
         return {
             name: list(value) if isinstance(value, tuple) else dict(value) if isinstance(value, Mapping) else value
             for name, value in vars(self).items()
-            if value is not None
+            if value is not None and name != "compact"
         }
 
 

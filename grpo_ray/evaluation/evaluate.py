@@ -176,6 +176,9 @@ def worker_environment(config: Config, threads: int | None = None) -> dict[str, 
         # The sampler of vLLM's second model runner does not provide unprocessed log-probabilities, and its masks of
         # structured outputs are not tested.
         environment["VLLM_USE_V2_MODEL_RUNNER"] = "0"
+    if config.sampling.structured_outputs:
+        # vLLM would give up a regular expression after seconds of a clock, which a busy machine may take for any.
+        environment["VLLM_REGEX_COMPILATION_TIMEOUT_S"] = "0"
     if compute_device(config.cluster.use_gpu) == "cpu":
         environment |= {
             "VLLM_CPU_KVCACHE_SPACE": str(config.engine.cpu_cache_gib),

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from grpo_ray.config.schema import Config
+from grpo_ray.errors import ConfigError
 
 if TYPE_CHECKING:
     from vllm import RequestOutput
@@ -39,8 +40,12 @@ RunRound = Callable[[list[list[int]], list[dict[str, Any]], OnFinished], list[Co
 
 
 def completion_of(output: "RequestOutput") -> Completion:
-    """Return the completion of a finished request."""
+    """Return the completion of a finished request. Raises ConfigError if the engine has refused it."""
     (completion,) = output.outputs
+    if completion.finish_reason == "error":
+        raise ConfigError(
+            "the engine could not begin a request; its log has the reason, such as a form that it refuses"
+        )
     token_ids = list(completion.token_ids)
     logps: list[float | None] = []
     unprocessed: list[float | None] = []

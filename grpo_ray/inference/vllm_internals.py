@@ -21,6 +21,7 @@
 imported inside the functions, so that modules which import this one stay light.
 """
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -94,33 +95,51 @@ class FormMasks:
 
         self._manager.grammar_init = keep_and_begin
 
-    def allowed(self, completions: Sequence[Sequence[int]]) -> "torch.Tensor":
-        """Return the masks under which the engine has sampled the tokens of completions.
+    def reader(self, completions: Sequence[Sequence[int]]) -> "MaskReader":
+        """Return a reader of the masks under which the engine has sampled the tokens of completions.
 
         Args:
-            completions: token ids of completions of this engine, at least one of which it has sampled before.
+            completions: token ids of completions of this run. The engine has already sampled some.
+        """
+        return MaskReader(self._manager.backend, lambda: self._manager._create_grammar(self._request), completions)
+
+
+class MaskReader:
+    """Reader of the masks of completion tokens, a part at a time, as they are large: a bit for each token id."""
+
+    def __init__(self, backend: Any, begin: Callable[[], Any], completions: Sequence[Sequence[int]]) -> None:
+        """
+        Args:
+            backend: vLLM's `StructuredOutputBackend`.
+            begin: returns the form before the first token, vLLM's `StructuredOutputGrammar`.
+            completions: token ids of each completion.
+        """
+        self._backend = backend
+        self._begin = begin
+        self._tokens = ((place, token) for ids in completions for place, token in enumerate(ids))
+        self.left = sum(map(len, completions))
+        """Number of tokens that have not been read."""
+
+    def take(self, count: int) -> "torch.Tensor":
+        """Return the masks of the next tokens, on the CPU.
 
         Returns:
-            (N, ceil(V / 32)) int32 on the CPU, N tokens of all completions: bit v % 32 of word v // 32 is 1 if token v
-            is allowed.
+            (count, ceil(V / 32)) int32: bit v % 32 of word v // 32 is 1 if token v is allowed.
 
         Raises:
             SyncError: the form excludes a token.
         """
-        masks = self._manager.backend.allocate_token_bitmask(sum(map(len, completions)))
-        row = 0
-        for completion in completions:
-            form = self._manager._create_grammar(self._request)
-            for token in completion:
-                if form.is_terminated():
-                    masks[row] = -1  # all tokens
-                else:
-                    form.fill_bitmask(masks, row)
-                    if not form.accept_tokens("", [token]):
-                        raise SyncError(
-                            f"the engine has sampled token {token}, which rollout.structured_outputs excludes"
-                        )
-                row += 1
+        masks: torch.Tensor = self._backend.allocate_token_bitmask(count)
+        for row, (place, token) in enumerate(itertools.islice(self._tokens, count)):
+            if place == 0:
+                self._form = self._begin()
+            if self._form.is_terminated():
+                masks[row] = -1  # all tokens
+                continue
+            self._form.fill_bitmask(masks, row)
+            if not self._form.accept_tokens("", [token]):
+                raise SyncError(f"the engine has sampled token {token}, which rollout.structured_outputs excludes")
+        self.left -= count
         return masks
 
 

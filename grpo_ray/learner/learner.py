@@ -49,6 +49,7 @@ from grpo_ray.errors import CheckpointError, ConfigError
 from grpo_ray.inference.conversation_source import ConversationSource, conversation_source
 from grpo_ray.inference.engine import Engine
 from grpo_ray.inference.trl_without_trackers import GRPOTrainer
+from grpo_ray.inference.vllm_internals import MaskReader
 from grpo_ray.learner.attention import AttentionFacts, use_packing_attention
 from grpo_ray.learner.batch import Batch, loss_mask, proof_logps, select_rows
 from grpo_ray.learner.collectives import Workers
@@ -663,7 +664,7 @@ class Learner(GRPOTrainer):
         parts = None
         if layout != "padded" and loss_pass is None:
             parts = self._plan_scoring(attention_mask.sum(dim=1).tolist())
-        masks = self._form_masks(input_ids, attention_mask, logits_to_keep, parts)
+        masks = self._read_masks(input_ids, attention_mask, logits_to_keep, parts)
         with scoring_labels_only(self.savings.head or masks is not None), scoring_allowed_tokens(masks):
             if layout == "padded":
                 scores = super()._get_per_token_logps_and_entropies(
@@ -684,13 +685,13 @@ class Learner(GRPOTrainer):
         self._loss_pass = replace(loss_pass, entropies=scores[1])
         return scores
 
-    def _form_masks(
+    def _read_masks(
         self,
         input_ids: torch.Tensor,
         attention_mask: torch.Tensor,
         completions: int,
         parts: list[list[int]] | None,
-    ) -> torch.Tensor | None:
+    ) -> MaskReader | None:
         """Return the masks of all completion tokens, in the order of the passes over `parts`; None without a form.
 
         The last `completions` columns are the completions. Without `parts` the rows are read in their own order.
@@ -698,8 +699,9 @@ class Learner(GRPOTrainer):
         if self.engine.form_masks is None:
             return None
         order = range(len(input_ids)) if parts is None else [row for part in parts for row in part]
-        ids, is_token = input_ids[:, -completions:], attention_mask[:, -completions:].bool()
-        return self.engine.form_masks.allowed([ids[row][is_token[row]].tolist() for row in order]).to(ids.device)
+        ids = input_ids[:, -completions:].tolist()
+        lengths = attention_mask[:, -completions:].sum(dim=1).tolist()
+        return self.engine.form_masks.reader([ids[row][: lengths[row]] for row in order])
 
     def _plan_scoring(self, lengths: list[int]) -> list[list[int]]:
         """Return the rows of each pass over completions of these lengths; collective.

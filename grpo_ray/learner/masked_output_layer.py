@@ -5,13 +5,14 @@ that is trained is that one: its log-probabilities are normalized over the allow
 learner to engine stays 1, and the gradient is that of the expected reward of completions of the form.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import checkpoint
 
-POSITIONS = 256
-"""Positions whose logits exist at a time, as many as the vocabulary in float32 each."""
+POSITIONS = 64
+"""Positions whose logits exist at a time, with several values for each token of the vocabulary. The memory estimate
+counts TRL's tile, which is larger."""
 
 
 def allowed_tokens(masks: torch.Tensor, vocabulary_size: int) -> torch.Tensor:
@@ -22,19 +23,14 @@ def allowed_tokens(masks: torch.Tensor, vocabulary_size: int) -> torch.Tensor:
 
 
 class MaskedOutputLayer:
-    """Takes the place of TRL's `ChunkedLogProbFunction`, for the positions of one or several passes in order.
+    """Takes the place of TRL's `ChunkedLogProbFunction`, for the positions of one or several passes in order."""
 
-    Logits of a few positions exist at a time; the backward pass computes them again.
-    """
-
-    def __init__(self, masks: torch.Tensor) -> None:
+    def __init__(self, next_masks: Callable[[int], torch.Tensor]) -> None:
         """
         Args:
-            masks: (N, W) int32, bits of the allowed tokens of all positions.
+            next_masks: returns the masks of the next positions, (n, W) int32 on the CPU, for their number.
         """
-        self._masks = masks
-        self.scored = 0
-        """Number of positions that have been scored."""
+        self._next_masks = next_masks
 
     def apply(
         self,
@@ -62,26 +58,108 @@ class MaskedOutputLayer:
         Returns:
             Log-probabilities and entropies, (n,) float32 in nats, and TRL's further values, which are not computed.
         """
-        masks = self._masks[self.scored : self.scored + len(targets)]
-        self.scored += len(targets)
+        logps, entropies = _AllowedLogProbs.apply(
+            hidden, weight, bias, targets, self._next_masks, temperature, softcap, logit_scale
+        )
+        return logps, entropies if "entropy" in outputs else None, None, None, None
 
-        def score(hidden: torch.Tensor, targets: torch.Tensor, masks: torch.Tensor) -> tuple[torch.Tensor, Any]:
-            logits = torch.nn.functional.linear(hidden, weight.to(hidden.dtype), bias).float() * logit_scale
-            if softcap is not None:
-                logits = softcap * torch.tanh(logits / softcap)
-            allowed = allowed_tokens(masks, logits.shape[1])
-            logps = (logits / temperature).masked_fill(~allowed, -torch.inf).log_softmax(dim=-1)
-            of_targets = logps.gather(1, targets.unsqueeze(1)).squeeze(1)
-            if "entropy" not in outputs:
-                return of_targets, None
-            return of_targets, -(logps.exp() * logps.masked_fill(~allowed, 0.0)).sum(dim=-1)
 
-        parts = [
-            checkpoint(
-                score, *(each[first : first + POSITIONS] for each in (hidden, targets, masks)), use_reentrant=False
-            )
-            for first in range(0, max(1, len(targets)), POSITIONS)
-        ]
-        logps = torch.cat([logps for logps, _ in parts])
-        entropies = torch.cat([entropy for _, entropy in parts]) if "entropy" in outputs else None
-        return logps, entropies, None, None, None
+class _AllowedLogProbs(torch.autograd.Function):
+    """Log-probabilities and entropies among the allowed tokens, without the logits of all positions.
+
+    The backward pass computes the logits again. As in TRL's function, products have the precision of autocast, and the
+    gradients of weight and bias are summed up in float32: sums in 16 bits are wrong by percents after 65,536 positions.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        targets: torch.Tensor,
+        next_masks: Callable[[int], torch.Tensor],
+        temperature: float,
+        softcap: float | None,
+        logit_scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        kind = hidden.device.type
+        ctx.dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+        ctx.options = temperature, softcap, logit_scale
+        ctx.set_materialize_grads(False)
+        ctx.masks = []
+        logps, entropies = (torch.empty(len(targets), device=hidden.device) for _ in range(2))
+        for part in _parts(len(targets)):
+            masks = next_masks(part.stop - part.start)
+            if any(ctx.needs_input_grad[:3]):
+                ctx.masks.append(masks)  # on the CPU: they have a bit for each token of the vocabulary
+            log_p, _, _ = _log_probabilities(hidden[part].to(ctx.dtype), weight, bias, masks, *ctx.options)
+            logps[part] = log_p.gather(1, targets[part].unsqueeze(1)).squeeze(1)
+            entropies[part] = _entropy(log_p)
+        ctx.save_for_backward(hidden, weight, bias, targets, entropies)
+        return logps, entropies
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        grad_logps, grad_entropies = grads
+        hidden, weight, bias, targets, entropies = ctx.saved_tensors
+        temperature, _, logit_scale = ctx.options
+        grad_hidden = torch.empty_like(hidden)
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+        grad_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
+        for part, masks in zip(_parts(len(targets)), ctx.masks, strict=True):
+            inputs = hidden[part].to(ctx.dtype)
+            log_p, allowed, slope = _log_probabilities(inputs, weight, bias, masks, *ctx.options)
+            p = log_p.exp()
+            grad = torch.zeros_like(p)
+            if grad_logps is not None:
+                # d log p[target] / dz[j] = 1[j = target] - p[j]
+                outer = grad_logps[part].unsqueeze(1)
+                grad = (-outer * p).scatter_add(1, targets[part].unsqueeze(1), outer.to(p.dtype))
+            if grad_entropies is not None:
+                # d entropy / dz[j] = -p[j] (log p[j] + entropy)
+                surprise = (log_p + entropies[part].unsqueeze(1)).masked_fill(~allowed, 0.0)
+                grad -= grad_entropies[part].unsqueeze(1) * p * surprise
+            grad = grad * (logit_scale / temperature)
+            if slope is not None:
+                grad = grad * slope
+            grad = grad.to(ctx.dtype)
+            grad_hidden[part] = (grad @ weight.to(ctx.dtype)).to(hidden.dtype)
+            grad_weight.addmm_(grad.float().t(), inputs.float())
+            if grad_bias is not None:
+                grad_bias += grad.float().sum(dim=0)
+        return (
+            grad_hidden,
+            grad_weight.to(weight.dtype),
+            None if grad_bias is None or bias is None else grad_bias.to(bias.dtype),
+            *[None] * 5,
+        )
+
+
+def _parts(positions: int) -> list[slice]:
+    return [slice(first, min(first + POSITIONS, positions)) for first in range(0, positions, POSITIONS)]
+
+
+def _log_probabilities(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    masks: torch.Tensor,
+    temperature: float,
+    softcap: float | None,
+    logit_scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Return log-probabilities (n, V) in float32, -inf where not allowed; the allowed tokens; the softcap's slope."""
+    product = torch.mm(hidden, weight.to(hidden.dtype).t())
+    if bias is not None:
+        product += bias.to(hidden.dtype)
+    logits, slope = product.float() * logit_scale, None
+    if softcap is not None:
+        bounded = torch.tanh(logits / softcap)
+        logits, slope = softcap * bounded, 1 - bounded**2
+    allowed = allowed_tokens(masks.to(hidden.device), logits.shape[1])
+    return (logits / temperature).masked_fill(~allowed, -torch.inf).log_softmax(dim=-1), allowed, slope
+
+
+def _entropy(log_p: torch.Tensor) -> torch.Tensor:
+    return -(log_p.exp() * log_p.masked_fill(log_p == -torch.inf, 0.0)).sum(dim=-1)

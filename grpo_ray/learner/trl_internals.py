@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 import trl.trainer.utils
 from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin, PartialState
 from accelerate.utils import fsdp2_prepare_model
@@ -19,6 +18,7 @@ from transformers import PreTrainedModel
 from transformers.utils.loading_report import LoadStateDictInfo
 
 from grpo_ray.inference.trl_without_trackers import grpo_trainer
+from grpo_ray.inference.vllm_internals import MaskReader
 from grpo_ray.learner.masked_output_layer import MaskedOutputLayer
 
 PRIVATE_ATTRIBUTES = {
@@ -109,24 +109,24 @@ def sharding_reference_by_layer(enabled: bool) -> Iterator[None]:
 
 
 @contextmanager
-def scoring_allowed_tokens(masks: torch.Tensor | None) -> Iterator[None]:
+def scoring_allowed_tokens(reader: MaskReader | None) -> Iterator[None]:
     """Make TRL's output layer compute probabilities among the allowed tokens of each position; None: among all tokens.
 
     TRL's layer knows no masks: it would compare probabilities among all tokens with those that the engine sampled from.
 
     Args:
-        masks: (N, ceil(V / 32)) int32 bits of the positions that all passes in this context score, in their order.
+        reader: masks of all positions that the passes in this context score, in their order.
     """
-    if masks is None:
+    if reader is None:
         yield
         return
     original = trl.trainer.utils._ChunkedLogProbFunction
-    layer = trl.trainer.utils._ChunkedLogProbFunction = MaskedOutputLayer(masks)
+    trl.trainer.utils._ChunkedLogProbFunction = MaskedOutputLayer(reader.take)
     try:
         yield
     finally:
         trl.trainer.utils._ChunkedLogProbFunction = original
-    assert layer.scored == len(masks), f"{layer.scored} positions were scored with masks for {len(masks)}"
+    assert reader.left == 0, f"{reader.left} tokens with masks have not been scored"
 
 
 @contextmanager

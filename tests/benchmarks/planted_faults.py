@@ -465,10 +465,8 @@ FAULTS = (
     Fault(
         "masks-of-a-form-one-token-late",
         "inference/vllm_internals.py",
-        """                    form.fill_bitmask(masks, row)
-                    if not form.accept_tokens("", [token]):""",
-        """                    form.fill_bitmask(masks, max(row - 1, 0))
-                    if not form.accept_tokens("", [token]):""",
+        "self._form.fill_bitmask(masks, row)",
+        "self._form.fill_bitmask(masks, max(row - 1, 0))",
         integration=("inference/test_sampling_options.py",),
     ),
     Fault(

@@ -71,9 +71,11 @@ class Machine:
         """A policy with random weights, of the shape of Qwen2.5-0.5B; its completions have up to 256 tokens."""
         shape, lengths = ("tiny", "tiny") if self.dry else ("0.5B", "256")
         folder = self.policies / f"{shape}-{lengths}"
+        if folder.exists():
+            return folder
         if self.dry:  # the imports of a process of its own would take ten times as long
             make_model(folder, SHAPES[shape], LENGTHS[lengths])
-        elif not folder.exists():
+        else:
             make = [sys.executable, str(LENGTH_MODEL), "--shape", shape, "--lengths", lengths, "--keep", str(folder)]
             subprocess.run(make, env=self.environment, check=True)
         return folder

@@ -27,10 +27,14 @@ COMBINATIONS: dict[str, dict[str, Any]] = {
 
 FORM = {"regex": "[1-4]{2,9}(,[5-9]+)?"}
 FORMED: dict[str, dict[str, Any]] = {
-    "a form": {},
-    "a form and filters": {"top_p": 0.9, "repetition_penalty": 1.2},
+    "regex": {"structured_outputs": FORM},
+    "regex and filters": {"structured_outputs": FORM, "top_p": 0.9, "repetition_penalty": 1.2},
+    "choice": {"structured_outputs": {"choice": ["12", "345", "3456"]}},
+    "json": {"structured_outputs": {"json": {"type": "integer", "minimum": 5, "maximum": 5000}}},
+    "any json": {"structured_outputs": {"json": {}}},
+    "grammar": {"structured_outputs": {"grammar": 'root ::= [0-9]+ "+" root | [5-9]'}},
 }
-"""The same, for completions of the form above."""
+"""The same, for completions of a form."""
 
 
 @lone_process_group()
@@ -68,7 +72,7 @@ def measure_gaps(policy: str, dtype: str = "float32", formed: bool = False) -> d
     plain: dict[str, Any] = {"temperature": 0.8, "max_tokens": 24, "detokenize": False, "logprobs": 1}
     combinations = COMBINATIONS
     if formed:
-        plain, combinations = plain | {"structured_outputs": FORM}, FORMED
+        combinations = FORMED
     heldout = itertools.islice(arithmetic_problems("heldout"), 12)
     prompts = tokenize_prompts(learner.processing_class, [problem.prompt for problem in heldout], {})
     engine.sync_weights()

@@ -91,7 +91,8 @@ def test_formed_run_is_trained_among_the_allowed_tokens(formed_run: FinishedRun)
     rows = rows_of(formed_run.folder)
     assert len(rows) == 5 and all(row["engine/logprob_gap_max"] < 1e-4 for row in rows)
     assert all(row["learner/gradient_norm"] > 0 for row in rows)
-    assert all(abs(row["engine/ratio_mean"] - 1) < 1e-4 for row in rows if "engine/ratio_mean" in row)
+    # With filters the ratio would be the probability that they kept; here the policy moves by a step in between.
+    assert all(abs(row["engine/ratio_mean"] - 1) < 0.05 for row in rows)
     shown = [text for group in groups_of(formed_run.folder) for text in group["completions"] or ()]
     ended = [text for text in shown if text.endswith("}")]
     assert ended and all(re.fullmatch(FORM, text) for text in ended)

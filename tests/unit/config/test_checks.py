@@ -284,7 +284,7 @@ VIOLATIONS = {
     "reward_names_differ": ["rewards.functions=[correctness, correctness]"],
     "limits_are_of_isolated_rewards": ["rewards.isolate_seconds=5"],
     "settings_are_of_rewards": ["rewards.settings={choice: {choices: AB}}"],
-    "benchmarks_have_no_environment": [
+    "benchmarks_have_plain_completions": [
         "data.heldout=math500",
         "rollout.environment='grpo_ray.tools.examples:Guess'",
     ],

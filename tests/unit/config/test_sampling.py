@@ -1,5 +1,6 @@
 """Tests of the sampling options: which are accepted, their ranges, and the rules across fields."""
 
+import datetime
 from typing import Any
 
 import pytest
@@ -77,6 +78,11 @@ def test_structured_outputs_are_an_option_of_each_request(form: dict[str, Any], 
         ({"choice": [""]}, "rollout.structured_outputs.choice"),
         ({"json": "{}"}, "rollout.structured_outputs.json="),
         ({"regexp": "a"}, "regexp"),
+        ({"compact": True}, "and has none"),
+        (
+            {"json": {"const": datetime.date(2024, 1, 1)}},
+            "rollout.structured_outputs.json holds a value that is no JSON",
+        ),
     ],
 )
 def test_structured_outputs_of_no_one_form_raise(form: dict[str, Any], message: str) -> None:

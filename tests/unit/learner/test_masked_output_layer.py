@@ -1,5 +1,6 @@
 """Tests of the output layer that knows the tokens a form allows."""
 
+import itertools
 from typing import Any
 
 import pytest
@@ -32,6 +33,11 @@ def words_of(allowed: torch.Tensor) -> torch.Tensor:
     return (bits.long() << torch.arange(32)).sum(dim=-1).to(torch.uint32).view(torch.int32)
 
 
+def layer_of(masks: torch.Tensor) -> MaskedOutputLayer:
+    rows = iter(masks)
+    return MaskedOutputLayer(lambda count: torch.stack(list(itertools.islice(rows, count))))
+
+
 def gradients(outputs: tuple[torch.Tensor, torch.Tensor], each: dict[str, Any]) -> list[torch.Tensor]:
     logps, entropies = outputs
     weights = torch.linspace(-1, 1, len(logps))
@@ -58,11 +64,10 @@ def test_allowed_tokens_unpacks_what_xgrammar_packs() -> None:
 def test_layer_with_all_tokens_allowed_is_trls(positions: int, model: dict[str, Any]) -> None:
     each = case(positions, model.get("bias", False))
     options: Any = (0.8, 32, model.get("softcap"), model.get("logit_scale", 1.0), ("entropy",))
-    layer = MaskedOutputLayer(torch.full((positions, WORDS), -1, dtype=torch.int32))
+    layer = layer_of(torch.full((positions, WORDS), -1, dtype=torch.int32))
     inputs = each["hidden"], each["weight"], each["bias"], each["targets"]
     ours = layer.apply(*inputs, *options)[:2]
     theirs = ChunkedLogProbFunction.apply(*inputs, *options)[:2]
-    assert layer.scored == positions
     for first, second in zip((*ours, *gradients(ours, each)), (*theirs, *gradients(theirs, each)), strict=True):
         torch.testing.assert_close(first, second)
 
@@ -71,7 +76,7 @@ def test_layer_with_all_tokens_allowed_is_trls(positions: int, model: dict[str, 
 def test_layer_normalizes_over_the_allowed_tokens(model: dict[str, Any]) -> None:
     each = case(POSITIONS + 3, model.get("bias", False))
     softcap, scale = model.get("softcap"), model.get("logit_scale", 1.0)
-    layer = MaskedOutputLayer(words_of(each["allowed"]))
+    layer = layer_of(words_of(each["allowed"]))
     inputs = each["hidden"], each["weight"], each["bias"], each["targets"]
     ours = layer.apply(*inputs, 0.8, 32, softcap, scale, ("entropy",))[:2]
     logits = torch.nn.functional.linear(*inputs[:3]) * scale
@@ -85,7 +90,7 @@ def test_layer_normalizes_over_the_allowed_tokens(model: dict[str, Any]) -> None
 
 def test_layer_takes_the_masks_of_several_passes_in_order() -> None:
     each = case(10)
-    layer, whole = (MaskedOutputLayer(words_of(each["allowed"])) for _ in range(2))
+    layer, whole = (layer_of(words_of(each["allowed"])) for _ in range(2))
     parts = [
         layer.apply(each["hidden"][first:last], each["weight"], None, each["targets"][first:last], 1.0, 32)[0]
         for first, last in ((0, 4), (4, 4), (4, 10))
@@ -93,4 +98,30 @@ def test_layer_takes_the_masks_of_several_passes_in_order() -> None:
     torch.testing.assert_close(
         torch.cat(parts), whole.apply(each["hidden"], each["weight"], None, each["targets"], 1.0, 32)[0]
     )
-    assert layer.scored == 10
+
+
+@pytest.mark.parametrize("positions", [2_048, pytest.param(16_384, marks=pytest.mark.long)])
+def test_gradients_of_many_positions_in_16_bits_are_as_near_as_trls(positions: int) -> None:
+    """Sums of 16-bit gradients would be wrong by a percent and more."""
+    each = case(positions)
+    inputs = each["hidden"], each["weight"], None, each["targets"]
+    masks = torch.full((positions, WORDS), -1, dtype=torch.int32)
+
+    def weight_gradient(function: Any, precision: torch.dtype | None) -> torch.Tensor:
+        with torch.autocast("cpu", precision or torch.bfloat16, enabled=precision is not None):
+            logps = function(*inputs, 1.0, 32)[0]
+        return torch.autograd.grad(logps.sum(), each["weight"])[0]
+
+    exact = weight_gradient(ChunkedLogProbFunction.apply, None)
+    theirs = weight_gradient(ChunkedLogProbFunction.apply, torch.bfloat16)
+    ours = weight_gradient(layer_of(masks).apply, torch.bfloat16)
+    errors = [((each - exact).norm() / exact.norm()).item() for each in (ours, theirs)]
+    assert errors[0] <= 1.2 * errors[1] + 1e-6
+
+
+def test_bias_of_another_precision_is_taken() -> None:
+    each = case(4, bias=True)
+    inputs = each["hidden"].bfloat16(), each["weight"], each["bias"], each["targets"]
+    logps = layer_of(words_of(each["allowed"])).apply(*inputs, 1.0, 32)[0]
+    torch.autograd.grad(logps.sum(), [each["weight"], each["bias"]])
+    assert logps.isfinite().all()

@@ -9,6 +9,7 @@ import pytest
 import torch
 import trl.trainer.utils
 
+from grpo_ray.inference.vllm_internals import MaskReader
 from grpo_ray.learner import learner, trl_internals
 from grpo_ray.learner.masked_output_layer import MaskedOutputLayer
 from grpo_ray.learner.trl_internals import (
@@ -66,16 +67,18 @@ def test_scoring_labels_only_leaves_no_trace_after_error() -> None:
         assert utils._use_triton is before
 
 
-def test_scoring_allowed_tokens_leaves_no_trace_and_counts_positions() -> None:
-    utils, masks = trl.trainer.utils, torch.full((3, 1), -1, dtype=torch.int32)
+def test_scoring_allowed_tokens_leaves_no_trace_and_reads_all_masks() -> None:
+    utils = trl.trainer.utils
     before = utils._ChunkedLogProbFunction
     with scoring_allowed_tokens(None):
         assert utils._ChunkedLogProbFunction is before
-    with pytest.raises(KeyError), scoring_allowed_tokens(masks):
+    reader = MaskReader(backend=None, begin=lambda: None, completions=[[1, 2], [3]])
+    with pytest.raises(KeyError), scoring_allowed_tokens(reader):
         assert utils._ChunkedLogProbFunction is not before
         raise KeyError
     assert utils._ChunkedLogProbFunction is before
-    with pytest.raises(AssertionError, match="0 positions were scored with masks for 3"), scoring_allowed_tokens(masks):
+    unread = "3 tokens with masks have not been scored"
+    with pytest.raises(AssertionError, match=unread), scoring_allowed_tokens(reader):
         pass
     assert utils._ChunkedLogProbFunction is before
 
