@@ -696,11 +696,12 @@ class Learner(GRPOTrainer):
 
         The last `completions` columns are the completions. Without `parts` the rows are read in their own order.
         """
-        if self.engine.form_masks is None:
+        if self.config.rollout.structured_outputs is None:
             return None
         order = range(len(input_ids)) if parts is None else [row for part in parts for row in part]
         ids = input_ids[:, -completions:].tolist()
         lengths = attention_mask[:, -completions:].sum(dim=1).tolist()
+        assert self.engine.form_masks is not None
         return self.engine.form_masks.reader([ids[row][: lengths[row]] for row in order])
 
     def _plan_scoring(self, lengths: list[int]) -> list[list[int]]:

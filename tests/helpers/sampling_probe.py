@@ -32,7 +32,7 @@ FORMED: dict[str, dict[str, Any]] = {
     "choice": {"structured_outputs": {"choice": ["12", "345", "3456"]}},
     "json": {"structured_outputs": {"json": {"type": "integer", "minimum": 5, "maximum": 5000}}},
     "any json": {"structured_outputs": {"json": {}}},
-    "grammar": {"structured_outputs": {"grammar": 'root ::= [0-9]+ "+" root | [5-9]'}},
+    "grammar": {"structured_outputs": {"grammar": 'root ::= term "+" term | [5-9]\nterm ::= [1-4] | "90"'}},
 }
 """The same, for completions of a form."""
 

@@ -101,7 +101,7 @@ HAS_FORM: dict[str, Callable[[str], Any]] = {
     "choice": lambda text: text in ("12", "345", "3456"),
     "json": lambda text: is_json(text, int) and 5 <= int(text) <= 5000,
     "any json": is_json,
-    "grammar": lambda text: re.fullmatch(r"([0-9]+\+)*[5-9]", text),
+    "grammar": lambda text: re.fullmatch(r"([1-4]|90)\+([1-4]|90)|[5-9]", text),
 }
 
 
