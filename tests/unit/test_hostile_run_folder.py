@@ -102,6 +102,17 @@ def test_eval_runs_rewards_of_a_mixture_only_with_the_users_flag() -> None:
     assert "functions" not in given["rewards"] and from_mapping(given).heldout_score_of("b") == "correctness"
 
 
+def test_eval_of_a_form_with_hidden_parts_is_refused_in_one_line() -> None:
+    trust: dict[str, Any] = {"data_is_given": False, "trusts_tools": False, "trusts_engine": False}
+    form = {"regex": "id [0-9]+"}
+    assert evaluation_settings({"rollout": {"structured_outputs": form}}, **trust)["rollout"] == {
+        "structured_outputs": form
+    }
+    hidden = {"json": {"properties": {"password": {"pattern": HIDDEN}}}}
+    with pytest.raises(ConfigError, match="has parts that were hidden as secrets"):
+        evaluation_settings({"rollout": {"structured_outputs": hidden}}, **trust)
+
+
 def test_eval_takes_no_weaker_sandbox_for_programs_from_the_run_folder() -> None:
     own = {"isolation": "none", "parallel": 5000, "memory_gib": 900, "cpu_seconds": 3.0}
     sources: list[dict[str, Any]] = [{}, {"train": {"a": {"path": "x.jsonl"}}}]

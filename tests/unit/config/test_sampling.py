@@ -91,6 +91,12 @@ def test_structured_outputs_of_no_one_form_raise(form: dict[str, Any], message: 
     assert message in str(error.value)
 
 
+def test_structured_outputs_set_the_engines_own_settings() -> None:
+    values = {"rollout": {"structured_outputs": {"json": {}}}, "engine": {"vllm": {"structured_outputs_config": {}}}}
+    with pytest.raises(ConfigError, match=r"engine\.vllm\.structured_outputs_config does not go with"):
+        from_mapping(values)
+
+
 def test_structured_outputs_of_several_turns_raise() -> None:
     rollout = {"structured_outputs": {"regex": "a"}, "environment": "grpo_ray.tools.examples:Guess"}
     with pytest.raises(ConfigError, match="structured_outputs is a form of completions of one turn"):

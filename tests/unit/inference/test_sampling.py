@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from grpo_ray.config.loader import from_mapping
+from grpo_ray.errors import ConfigError
 from grpo_ray.inference.sampling import completion_of, heldout_sampling, training_sampling
 
 
@@ -40,6 +41,11 @@ def finished(logprobs: FlatLogprobs | None, reason: str = "stop") -> Any:
 def test_completion_of_length_limit_is_truncated(reason: str, truncated: bool) -> None:
     completion = completion_of(finished(None, reason))
     assert (completion.token_ids, completion.truncated, completion.logps) == ([7, 8], truncated, [])
+
+
+def test_completion_of_a_refused_request_raises() -> None:
+    with pytest.raises(ConfigError, match="could not begin a request"):
+        completion_of(finished(None, "error"))
 
 
 def test_completion_of_missing_logprob_gives_none() -> None:
