@@ -92,9 +92,10 @@ def test_structured_outputs_of_no_one_form_raise(form: dict[str, Any], message: 
 
 
 def test_structured_outputs_set_the_engines_own_settings() -> None:
-    values = {"rollout": {"structured_outputs": {"json": {}}}, "engine": {"vllm": {"structured_outputs_config": {}}}}
+    rollout: dict[str, Any] = {"structured_outputs": {"json": {}}}
+    engine: dict[str, Any] = {"vllm": {"structured_outputs_config": {}}}
     with pytest.raises(ConfigError, match=r"engine\.vllm\.structured_outputs_config does not go with"):
-        from_mapping(values)
+        from_mapping({"rollout": rollout, "engine": engine})
 
 
 def test_structured_outputs_of_several_turns_raise() -> None:
