@@ -26,7 +26,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 def pytest_collection() -> Generator[None, object, object]:
     """Leave modules and collected tests out of all garbage collections: they are large, and live to the end.
 
-    Collections took seconds of the unit tests, and far more in a fork, whose memory they copy by writing to it.
+    Garbage collections took seconds of the unit tests, and far more in a fork, whose memory they copy by writing to it.
     """
     gc.disable()
     try:

@@ -664,8 +664,8 @@ class Learner(GRPOTrainer):
         parts = None
         if layout != "padded" and loss_pass is None:
             parts = self._plan_scoring(attention_mask.sum(dim=1).tolist())
-        masks = self._read_masks(input_ids, attention_mask, logits_to_keep, parts)
-        with scoring_labels_only(self.savings.head or masks is not None), scoring_allowed_tokens(masks):
+        reader = self._mask_reader(input_ids, attention_mask, logits_to_keep, parts)
+        with scoring_labels_only(self.savings.head or reader is not None), scoring_allowed_tokens(reader):
             if layout == "padded":
                 scores = super()._get_per_token_logps_and_entropies(
                     model, input_ids, attention_mask, logits_to_keep, *args, **kwargs
@@ -685,16 +685,16 @@ class Learner(GRPOTrainer):
         self._loss_pass = replace(loss_pass, entropies=scores[1])
         return scores
 
-    def _read_masks(
+    def _mask_reader(
         self,
         input_ids: torch.Tensor,
         attention_mask: torch.Tensor,
         completions: int,
         parts: list[list[int]] | None,
     ) -> MaskReader | None:
-        """Return the masks of all completion tokens, in the order of the passes over `parts`; None without a form.
+        """Return a reader of the masks of all completion tokens, in the order of the passes; None without a form.
 
-        The last `completions` columns are the completions. Without `parts` the rows are read in their own order.
+        The last `completions` columns are the completions. `parts` has the rows of each pass; None: in their own order.
         """
         if self.config.rollout.structured_outputs is None:
             return None

@@ -104,9 +104,11 @@ class _AllowedLogProbs(torch.autograd.Function):
         grad_logps, grad_entropies = grads
         hidden, weight, bias, targets, entropies = ctx.saved_tensors
         temperature, _, logit_scale = ctx.options
-        grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32)
-        grad_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
+        # Those of a frozen output layer, as with LoRA, would take the memory of the whole layer in float32.
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        grad_hidden = torch.empty_like(hidden) if needs_hidden else None
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
+        grad_bias = torch.zeros_like(bias, dtype=torch.float32) if needs_bias else None
         for part, masks in zip(_parts(len(targets)), ctx.masks, strict=True):
             inputs = hidden[part].to(ctx.dtype)
             log_p, allowed, slope = _log_probabilities(inputs, weight, bias, masks, *ctx.options)
@@ -124,14 +126,16 @@ class _AllowedLogProbs(torch.autograd.Function):
             if slope is not None:
                 grad = grad * slope
             grad = grad.to(ctx.dtype)
-            grad_hidden[part] = (grad @ weight.to(ctx.dtype)).to(hidden.dtype)
-            grad_weight.addmm_(grad.float().t(), inputs.float())
+            if grad_hidden is not None:
+                grad_hidden[part] = (grad @ weight.to(ctx.dtype)).to(hidden.dtype)
+            if grad_weight is not None:
+                grad_weight.addmm_(grad.float().t(), inputs.float())
             if grad_bias is not None:
                 grad_bias += grad.float().sum(dim=0)
         return (
             grad_hidden,
-            grad_weight.to(weight.dtype),
-            None if grad_bias is None or bias is None else grad_bias.to(bias.dtype),
+            None if grad_weight is None else grad_weight.to(weight.dtype),
+            None if grad_bias is None else grad_bias.to(bias.dtype),
             *[None] * 5,
         )
 

@@ -37,11 +37,16 @@ SAMPLED = [
 pytestmark = pytest.mark.slow
 
 
+def two_workers(policy: Path, folder: Path, settings: list[str]) -> FinishedRun:
+    return FinishedRun(
+        run.train(load_config(None, [*small_settings("two", folder, policy), *settings])), folder / "two"
+    )
+
+
 @pytest.fixture(scope="module")
 def sampled_run(cluster: None, policy: Path, tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
     """An undisturbed run of two workers."""
-    folder = tmp_path_factory.mktemp("sampled")
-    return FinishedRun(run.train(load_config(None, [*small_settings("two", folder, policy), *SAMPLED])), folder / "two")
+    return two_workers(policy, tmp_path_factory.mktemp("sampled"), SAMPLED)
 
 
 def test_sampled_run_proves_each_sync(sampled_run: FinishedRun) -> None:
@@ -54,20 +59,6 @@ def test_sampled_run_proves_each_sync(sampled_run: FinishedRun) -> None:
 def test_sampled_run_measures_several_samples(sampled_run: FinishedRun) -> None:
     baseline = json.loads((sampled_run.folder / "heldout_before.json").read_text())
     assert (baseline["num_samples"], baseline["problems"]) == (2, 24)
-
-
-def test_sampled_run_of_one_worker_takes_the_same_steps(
-    small_run: Callable[..., Any], sampled_run: FinishedRun
-) -> None:
-    one, folder = small_run("one-worker", *SAMPLED, "cluster.num_workers=1")
-    assert sorted_groups(folder) == sorted_groups(sampled_run.folder)
-    assert_near(weights_of(one.latest_checkpoint), weights_of(sampled_run.summary.latest_checkpoint))
-
-
-def test_sampled_run_killed_ends_with_the_same_weights(small_run: Callable[..., Any], sampled_run: FinishedRun) -> None:
-    killed, folder = small_run("killed", *SAMPLED, faults=[Fault("kill-backward", step=3, rank=1)])
-    assert groups_of(folder) == groups_of(sampled_run.folder)
-    assert same_weights(weights_of(killed.latest_checkpoint), weights_of(sampled_run.summary.latest_checkpoint))
 
 
 FORM = r"[0-9+\-*= ]*\\boxed\{-?[0-9]{1,4}\}"
@@ -83,8 +74,7 @@ FORMED = [
 @pytest.fixture(scope="module")
 def formed_run(cluster: None, policy: Path, tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
     """An undisturbed run of two workers whose completions have a form."""
-    folder = tmp_path_factory.mktemp("formed")
-    return FinishedRun(run.train(load_config(None, [*small_settings("two", folder, policy), *FORMED])), folder / "two")
+    return two_workers(policy, tmp_path_factory.mktemp("formed"), FORMED)
 
 
 def test_formed_run_is_trained_among_the_allowed_tokens(formed_run: FinishedRun) -> None:
@@ -98,13 +88,24 @@ def test_formed_run_is_trained_among_the_allowed_tokens(formed_run: FinishedRun)
     assert ended and all(re.fullmatch(FORM, text) for text in ended)
 
 
-def test_formed_run_of_one_worker_takes_the_same_steps(small_run: Callable[..., Any], formed_run: FinishedRun) -> None:
-    one, folder = small_run("one-worker", *FORMED, "cluster.num_workers=1")
-    assert sorted_groups(folder) == sorted_groups(formed_run.folder)
-    assert_near(weights_of(one.latest_checkpoint), weights_of(formed_run.summary.latest_checkpoint))
+RUNS = {"sampled": SAMPLED, "formed": FORMED}
 
 
-def test_formed_run_killed_ends_with_the_same_weights(small_run: Callable[..., Any], formed_run: FinishedRun) -> None:
-    killed, folder = small_run("killed", *FORMED, faults=[Fault("kill-backward", step=3, rank=1)])
-    assert groups_of(folder) == groups_of(formed_run.folder)
-    assert same_weights(weights_of(killed.latest_checkpoint), weights_of(formed_run.summary.latest_checkpoint))
+@pytest.mark.parametrize("name", RUNS)
+def test_run_of_one_worker_takes_the_same_steps(
+    small_run: Callable[..., Any], request: pytest.FixtureRequest, name: str
+) -> None:
+    whole: FinishedRun = request.getfixturevalue(f"{name}_run")
+    one, folder = small_run("one-worker", *RUNS[name], "cluster.num_workers=1")
+    assert sorted_groups(folder) == sorted_groups(whole.folder)
+    assert_near(weights_of(one.latest_checkpoint), weights_of(whole.summary.latest_checkpoint))
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_killed_run_ends_with_the_same_weights(
+    small_run: Callable[..., Any], request: pytest.FixtureRequest, name: str
+) -> None:
+    whole: FinishedRun = request.getfixturevalue(f"{name}_run")
+    killed, folder = small_run("killed", *RUNS[name], faults=[Fault("kill-backward", step=3, rank=1)])
+    assert groups_of(folder) == groups_of(whole.folder)
+    assert same_weights(weights_of(killed.latest_checkpoint), weights_of(whole.summary.latest_checkpoint))

@@ -125,3 +125,14 @@ def test_bias_of_another_precision_is_taken() -> None:
     logps = layer_of(words_of(each["allowed"])).apply(*inputs, 1.0, 32)[0]
     torch.autograd.grad(logps.sum(), [each["weight"], each["bias"]])
     assert logps.isfinite().all()
+
+
+def test_frozen_layer_has_no_gradient_and_the_same_one_of_its_inputs() -> None:
+    each = case(POSITIONS + 3, bias=True)
+    inputs = each["hidden"], each["weight"], each["bias"], each["targets"]
+    frozen = each["hidden"], each["weight"].detach(), each["bias"].detach(), each["targets"]
+    found = [
+        torch.autograd.grad(layer_of(words_of(each["allowed"])).apply(*values, 1.0, 32)[0].sum(), each["hidden"])[0]
+        for values in (inputs, frozen)
+    ]
+    torch.testing.assert_close(*found)
