@@ -10,7 +10,7 @@ import re
 import runpy
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -87,11 +87,13 @@ def run_here(cluster: None, run_in_process: Callable[..., str]) -> Callable[...,
 
 
 @pytest.fixture
-def run_in_process(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Return a function that runs a script in this process and returns its output."""
+def run_in_process(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Iterator[Callable[..., str]]:
+    """Yield a function that runs a script in this process and returns its output.
+
+    The environment is restored after the test, as some scripts set variables for their workers.
+    """
+    environment = dict(os.environ)
     monkeypatch.setattr(sys, "path", [str(HERE), *sys.path])
-    for name in ("PYTHONPATH", "OMP_NUM_THREADS"):
-        monkeypatch.setenv(name, os.environ.get(name, ""))  # set by some scripts, and restored after the test
 
     def run_script(script: str, *arguments: object) -> str:
         path = HERE / script
@@ -100,7 +102,9 @@ def run_in_process(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
         runpy.run_path(str(path), run_name="__main__")
         return capfd.readouterr().out
 
-    return run_script
+    yield run_script
+    os.environ.clear()
+    os.environ.update(environment)
 
 
 def numbers(pattern: str, text: str) -> list[float]:
