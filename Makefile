@@ -83,7 +83,7 @@ contract: setup
 	PYTHONPATH=tests/helpers $(BIN)/python -m library_contract $(RELEASES)
 
 coverage: setup
-	$(BIN)/python tests/benchmarks/measure_coverage.py -- $(BIN)/python -m pytest -m "not slow" tests/unit tests/integration tests/fault_injection
+	$(BIN)/python tests/benchmarks/measure_coverage.py -- $(MAKE) test test-integration
 
 lint: setup
 	$(BIN)/ruff check .

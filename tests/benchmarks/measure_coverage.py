@@ -3,7 +3,8 @@
     python tests/benchmarks/measure_coverage.py [--keep FOLDER] -- python -m pytest ...
 
 Every Python process that inherits the environment measures itself and saves its data every two seconds, because Ray
-kills its workers without giving them time to save. Processes forked from others (the verifier's) are not measured.
+kills its workers without giving them time to save. So do processes forked from others; the last two seconds of those
+that end without Python's exit are not measured.
 """
 
 import argparse
@@ -19,22 +20,22 @@ SITECUSTOMIZE = """
 import atexit, os, threading, time
 import coverage
 
-def _save(cov, pid):
-    if os.getpid() == pid:  # not in a forked child
-        cov.save()
-
-def _save_periodically(cov, pid):
+def _save_periodically():
     while True:
         time.sleep(2)
-        _save(cov, pid)
+        _cov.save()
+
+def _start_saving():
+    threading.Thread(target=_save_periodically, daemon=True).start()
 
 _cov = coverage.Coverage(
     data_file={data_file!r}, data_suffix=True, branch=True, source=[{package!r}], config_file=False, messages=False
 )
 _cov._warn_no_data = False
 _cov.start()
-threading.Thread(target=_save_periodically, args=(_cov, os.getpid()), daemon=True).start()
-atexit.register(_save, _cov, os.getpid())
+atexit.register(_cov.save)
+os.register_at_fork(after_in_child=_start_saving)  # coverage.py saves a child's data in a file of its own
+_start_saving()
 """
 """Source of the `sitecustomize` module that every process imports."""
 

@@ -367,9 +367,26 @@ def test_length_model_describes_its_completions() -> None:
     assert 5 < mean < 25 and 0.3 < deviation < 1
 
 
-def test_measure_coverage_counts_lines_of_subprocesses() -> None:
-    code = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import grpo_ray.data.ledger'], check=True)"
-    text = run("measure_coverage.py", "--", sys.executable, "-c", code)
+FORKS = """
+import os, pathlib, sys, time
+
+child = os.fork()
+if child == 0:
+    import grpo_ray.data.ledger
+    imported, own = time.time(), f"*pid{os.getpid()}.*"
+    while not any(file.stat().st_mtime > imported for file in pathlib.Path(sys.argv[1]).glob(own)):
+        time.sleep(0.1)
+    time.sleep(1)  # the file is being written
+    os._exit(0)
+os.waitpid(child, 0)
+"""
+"""Source of a program whose forked process imports a module and ends without Python's exit."""
+
+
+def test_measure_coverage_counts_subprocesses_and_forks(tmp_path: Path) -> None:
+    (program := tmp_path / "forks.py").write_text(FORKS)
+    code = f"import subprocess, sys; subprocess.run([sys.executable, {str(program)!r}, sys.argv[1]], check=True)"
+    text = run("measure_coverage.py", "--keep", tmp_path / "kept", "--", sys.executable, "-c", code, tmp_path / "kept")
     (line,) = [line for line in text.splitlines() if line.startswith("grpo_ray/data/ledger.py")]
     statements, missing = (int(word) for word in line.split()[1:3])
     assert 0 < missing < statements

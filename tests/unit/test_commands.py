@@ -44,7 +44,7 @@ RUN_BY: Mapping[str, str] = {
     "python tests/benchmarks/bench_watch.py": f"{BENCHMARKS}::test_bench_watch_measures_the_page_and_its_server",
     "python tests/benchmarks/bench_workers.py": f"{BENCHMARKS}::test_bench_workers_measures_the_rate_of_a_worker",
     "python tests/benchmarks/length_model.py": f"{BENCHMARKS}::test_length_model_describes_its_completions",
-    "python tests/benchmarks/measure_coverage.py": f"{BENCHMARKS}::test_measure_coverage_counts_lines_of_subprocesses",
+    "python tests/benchmarks/measure_coverage.py": f"{BENCHMARKS}::test_measure_coverage_counts_subprocesses_and_forks",
     "python tests/benchmarks/mutants.py": f"{BENCHMARKS}::test_mutants_counts_those_that_are_caught",
     "python tests/benchmarks/planted_faults.py": f"{BENCHMARKS}::test_planted_faults_catches_a_fault",
     "python tests/gpu/run.py": f"{BENCHMARKS}::test_gpu_tests_dry_run_passes",
