@@ -15,7 +15,7 @@ from urllib.parse import SplitResult, urlsplit
 from grpo_ray.config.benchmarks import find_benchmark
 from grpo_ray.config.fields import override_text
 from grpo_ray.config.heldout_keys import HELDOUT
-from grpo_ray.config.reward_names import MAX_ENDED_PROCESSES, REWARD_SCORES, SCORES, is_reward_model, reward_name
+from grpo_ray.config.reward_names import MAX_ENDED_PROCESSES, REWARD_SCORES, SCORES, reward_name
 from grpo_ray.config.sampling import MIN_TEMPERATURE, TRL_FIELDS
 from grpo_ray.config.similar_names import suggestion
 from grpo_ray.config.sources import CHECKPOINT_PREFIX
@@ -672,6 +672,33 @@ def limits_are_of_isolated_rewards(config: "Config") -> str | None:
     return None
 
 
+MAX_SHARE = 0.45
+"""Largest part of a worker's GPU that reward models may share: the worker reserves more than half of it."""
+
+
+def reward_models_have_a_share(config: "Config") -> str | None:
+    """Require `rewards.model_gpus` to leave each worker most of a GPU of its own, or to be a whole GPU."""
+    share = config.reward_model_gpus
+    if MAX_SHARE < share < 1:
+        return (
+            f"rewards.model_gpus={share:g} must be at most {MAX_SHARE}, beside a worker, or 1, a GPU of its own: with "
+            "a model in rewards.functions and cluster.use_gpu=true, each worker reserves the rest of a GPU, and two "
+            "workers must not fit on one"
+        )
+    if 0 < share < 1 and not isinstance(config.cluster.num_workers, int):
+        return (
+            f"rewards.model_gpus={share:g} shares the GPU of a worker, which Ray cannot count for a varying number of "
+            "workers; set rewards.model_gpus=1, a GPU of its own, or 0, on the CPU, or a fixed cluster.num_workers"
+        )
+    engine = config.tensor_parallel_size
+    if 0 < share < 1 and engine > 1 and config.measures_with_reward_models:
+        return (
+            f"rewards.model_gpus={share:g} shares the GPU of the engine that measures held-out problems, and "
+            f"grpo.vllm_tensor_parallel_size={engine} needs {engine} whole ones; set rewards.model_gpus=1 or 0"
+        )
+    return None
+
+
 def settings_are_of_rewards(config: "Config") -> str | None:
     """Require a reward or held-out score for the settings of rewards that may be either."""
     scores = [config.heldout_score_of(config.source_of(key)) for key in config.heldout_keys]
@@ -723,11 +750,6 @@ def _mistaken_score(config: "Config", score: str, functions: Sequence[str]) -> s
         return (
             "heldout.score=environment requires an environment, and rollout.environment is null; set it, or "
             "heldout.score=reward"
-        )
-    if score == "reward" and (models := list(filter(is_reward_model, functions))):
-        return (
-            f"heldout.score=reward cannot be computed with the reward model {models[0]}, which only the learner loads; "
-            "set heldout.score=correctness, or to a function of your own as package.module:function"
         )
     return None
 
@@ -811,6 +833,7 @@ CHECKS: tuple[Callable[["Config"], str | None], ...] = (
     every_reward_has_a_weight,
     reward_names_differ,
     limits_are_of_isolated_rewards,
+    reward_models_have_a_share,
     settings_are_of_rewards,
     benchmarks_have_plain_completions,
     sources_name_what_exists,

@@ -10,7 +10,7 @@ from typing import Any
 
 from grpo_ray.config.benchmarks import find_benchmark
 from grpo_ray.config.heldout_keys import AUTO
-from grpo_ray.config.reward_names import REWARD_SCORES, derived_score
+from grpo_ray.config.reward_names import REWARD_SCORES, derived_score, is_own_reward
 from grpo_ray.config.schema import SECTIONS, DataConfig
 from grpo_ray.config.sources import train_paths
 from grpo_ray.config.yaml_documents import parse_yaml
@@ -213,9 +213,9 @@ def _require_trust(code: Collection[str], is_trusted: bool) -> None:
     """Raise ConfigError if scores are computed by recorded code that is not allowed."""
     if code and not is_trusted:
         raise ConfigError(
-            f"the run folder scores held-out completions with its own code {next(iter(code))}, which is not run on its "
-            "behalf; allow it with --trust-rewards, name your own config with --config, or another score, such as "
-            "heldout.score=correctness"
+            f"the run folder scores held-out completions with its own code or model {next(iter(code))}, which is not "
+            "run on its behalf; allow it with --trust-rewards, name your own config with --config, or another score, "
+            "such as heldout.score=correctness"
         )
 
 
@@ -226,7 +226,7 @@ def _select_rewards_of_sources(
     own = {name: _texts(source.get("rewards")) or functions for name, source in train.items()}
     scores = {name: derived_score(rewards) for name, rewards in own.items()}
     used = {each for name, score in scores.items() for each in (own[name] if score == "reward" else [score])}
-    _require_trust([each for each in functions if each in used and ":" in each], is_trusted)
+    _require_trust([each for each in functions if each in used and is_own_reward(each)], is_trusted)
     kept = [index for index, each in enumerate(functions) if each in used]
     rewards, grpo = settings["rewards"], settings.get("grpo", {})
     rewards["functions"] = [functions[index] for index in kept] or ["correctness"]
@@ -239,7 +239,7 @@ def _select_rewards_of_sources(
 
 
 def untrusted_rewards(score: Any, functions: Collection[str], is_given: bool = False) -> list[str]:
-    """Return the code that a score of held-out completions runs, which an evaluation runs with --trust-rewards only.
+    """Return the code and models that a score of held-out completions runs: an evaluation needs --trust-rewards.
 
     Args:
         score: `heldout.score`, with its default.
@@ -247,7 +247,7 @@ def untrusted_rewards(score: Any, functions: Collection[str], is_given: bool = F
         is_given: True if the user names the score, so that code that it names is the user's own.
     """
     if score == "reward":
-        return [name for name in functions if ":" in name]
+        return list(filter(is_own_reward, functions))
     return [score] if isinstance(score, str) and ":" in score and not is_given else []
 
 

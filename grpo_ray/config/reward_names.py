@@ -11,6 +11,11 @@ def is_reward_model(name: str) -> bool:
     return "/" in name and ":" not in name
 
 
+def is_own_reward(name: str) -> bool:
+    """Return True if an entry of `rewards.functions` is not built in: a function or class of the user, or a model."""
+    return ":" in name or is_reward_model(name)
+
+
 def reward_name(function: str) -> str:
     """Return the name of a reward function as it appears in its metrics.
 
@@ -36,13 +41,10 @@ MAX_ENDED_PROCESSES = 3
 def derived_score(functions: Collection[str]) -> str:
     """Return the score of held-out completions where `heldout.score` is null.
 
-    A reward model is loaded by the learner only, so a run whose rewards have one is measured by its correctness.
-
     Args:
         functions: `rewards.functions`.
     """
-    named = next((name for name in ("correctness", "environment") if name in functions), None)
-    return named or ("correctness" if any(map(is_reward_model, functions)) else "reward")
+    return next((name for name in ("correctness", "environment") if name in functions), "reward")
 
 
 def score_noun(score: str) -> str:

@@ -16,7 +16,7 @@ from grpo_ray.config.benchmarks import benchmark_score, find_benchmark
 from grpo_ray.config.checks import check_across_fields, check_advantages
 from grpo_ray.config.fields import VALUES, describe_errors, field_descriptions, type_adapter, unknown_key_message
 from grpo_ray.config.heldout_keys import AUTO, heldout_keys, heldout_label, primary_key, ranking_metric
-from grpo_ray.config.reward_names import SOLUTION_REWARDS, derived_score
+from grpo_ray.config.reward_names import SOLUTION_REWARDS, derived_score, is_reward_model
 from grpo_ray.config.sampling import SamplingOptions, StructuredOutputs, sampling_options
 from grpo_ray.config.sizes import Sizes
 from grpo_ray.config.sources import HeldoutSource, TrainingSource, heldout_sources, training_sources
@@ -380,6 +380,14 @@ class RewardsConfig:
     """Time limit in seconds for one call with `rewards.isolate`."""
     isolate_memory_gib: Annotated[float, Field(ge=0.25)] | None = None
     """Memory limit in GiB with `rewards.isolate`: address space of each process. null: none."""
+    model_gpus: Annotated[float, Field(ge=0, le=1)] = 0.25
+    """Share of one GPU for the process that holds all reward models, with `cluster.use_gpu`. Up to 0.45: on the GPU of
+    a worker, beside its engine and learner. 1: a GPU of its own, beside those of the workers. 0: on the CPU."""
+
+    @property
+    def models(self) -> list[str]:
+        """The reward models among the functions."""
+        return list(filter(is_reward_model, self.functions))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -585,8 +593,8 @@ class HeldoutConfig:
     """Score of a held-out completion, of which `<set>/accuracy` is the mean: "correctness"; "environment", the reward
     of the completion's environment, limited to 0 to 1; "reward", the weighted sum of `rewards.functions`; "choice" or
     "code_tests", the rewards of these names; or a reward function of your own, package.module:function. null (derived):
-    correctness or environment, if `rewards.functions` has it (in this order), else reward; correctness with a reward
-    model. A benchmark has a score of its own."""
+    correctness or environment, if `rewards.functions` has it (in this order), else reward. A benchmark has a score
+    of its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -716,6 +724,30 @@ class Config:
         if found is None or found.rewards is None:
             return self.rewards.functions
         return tuple(name for name in self.rewards.functions if name in found.rewards)
+
+    @property
+    def reward_model_gpus(self) -> float:
+        """GPUs that the reward models' actor reserves; 0 in a run without reward models or GPUs."""
+        return self.rewards.model_gpus if self.cluster.use_gpu and self.rewards.models else 0
+
+    @property
+    def gpus_per_worker(self) -> float:
+        """GPUs that each worker reserves: 0, 1, or what the reward models leave of one.
+
+        Any of the workers may be the one beside them. More than half of a GPU keeps two workers off the same one.
+        """
+        if not self.cluster.use_gpu:
+            return 0
+        return 1 if self.reward_model_gpus == 1 else round(1 - self.reward_model_gpus, 4)
+
+    @property
+    def measures_with_reward_models(self) -> bool:
+        """True if a score of held-out completions is computed by reward models."""
+        sources = dict.fromkeys(map(self.source_of, self.heldout_keys))
+        return any(
+            self.heldout_score_of(source) == "reward" and any(map(is_reward_model, self.rewards_of(source)))
+            for source in sources
+        )
 
     @property
     def primary_heldout(self) -> str:

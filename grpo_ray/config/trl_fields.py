@@ -240,7 +240,7 @@ PASSED: dict[str, Passed] = {
     # Rewards and advantages
     "reward_weights": Passed(
         values=list[float] | None,
-        test="tests/integration/driver/test_run.py::test_reward_model_scores_beside_a_function",
+        test="tests/integration/rewards/test_reward_model_run.py::test_reward_model_scores_beside_a_function",
     ),
     "multi_objective_aggregation": Passed(
         values=_one_of("sum_then_normalize", "normalize_then_sum"), test=OTHER_SETTINGS

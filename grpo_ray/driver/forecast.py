@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from grpo_ray.config.schema import Config
-from grpo_ray.driver.cluster.connection import background_resources
+from grpo_ray.driver.cluster.connection import gpus_beside_workers
 from grpo_ray.driver.trial import StoppedTrialError, constant_rate, run_trial, trial_run
 from grpo_ray.errors import ConfigError
 from grpo_ray.evaluation.confidence import wilson_interval
@@ -97,7 +97,7 @@ def forecast(config: Config, steps: int = STEPS, price: float | None = None) -> 
         list(read_metrics(trial.folder)),
         baseline={key: measure for key, measure in measures if measure is not None},
         startup_seconds=compute_goodput(events, (), config.cluster.use_gpu).startup_seconds,
-        gpus=int(workers + background_resources(config)["GPU"]) if config.cluster.use_gpu else 0,
+        gpus=math.ceil(workers + gpus_beside_workers(config)) if config.cluster.use_gpu else 0,
         folder=trial.folder.uri,
         price=price,
     )

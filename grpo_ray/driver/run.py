@@ -38,6 +38,7 @@ from grpo_ray.resilience.elastic import PreemptibleTrainer
 from grpo_ray.resilience.error_triage import MEMORY_ADVICE, describe_worker_error, is_memory_kill, root_cause
 from grpo_ray.resilience.hangup import survives_hangup
 from grpo_ray.resilience.signals import StopSignals
+from grpo_ray.rewards.reward_models import running_reward_models
 from grpo_ray.storage import checkpoint_upload, checkpoints, ray_snapshot
 from grpo_ray.storage.checkpoints import CheckpointInfo
 from grpo_ray.storage.lease import RunLease
@@ -228,6 +229,7 @@ class PreparedRun:
             with (
                 RunFollower(self.plan.coordinator, self.feed, self.config.grpo.max_steps) as self._follower,
                 self._ends_when_run_or_cluster_is_lost(),
+                self._reward_models(),
             ):
                 result = trainer.fit()
                 self._has_trained = True
@@ -239,6 +241,14 @@ class PreparedRun:
         finally:
             self._stop_signals.remove()
         return result
+
+    @contextmanager
+    def _reward_models(self) -> Iterator[None]:
+        """Keep the reward models running, if the run has any."""
+        if self.config.rewards.models:
+            self.progress.phase("loading the reward models")
+        with running_reward_models(self.config):
+            yield
 
     @contextmanager
     def _ends_when_run_or_cluster_is_lost(self) -> Iterator[None]:

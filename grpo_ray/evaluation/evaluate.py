@@ -1,9 +1,10 @@
 """Evaluation of a policy on held-out problems with vLLM engines in Ray tasks: pass@1, pass@k and maj@k."""
 
+import math
 import os
 import tempfile
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -19,6 +20,7 @@ from grpo_ray.errors import GrpoRayError
 from grpo_ray.evaluation.metrics import EvaluationResult, heldout_metrics, summarize_sets, unique_problems
 from grpo_ray.evaluation.records import problems_with_texts, write_records
 from grpo_ray.resilience.error_triage import describe_worker_error
+from grpo_ray.rewards.reward_models import running_reward_models
 from grpo_ray.storage.checkpoints import MEASURED, checkpoint_score
 from grpo_ray.storage.run_folder import RunFolder
 
@@ -51,7 +53,7 @@ def evaluate(
         GrpoRayError: an engine cannot load or measure this policy.
     """
     resources = engine_resources(config)
-    on_progress(_activity(int(resources["GPU"])))
+    on_progress(_activity(math.ceil(resources["GPU"])))
     sets = {key: list(split.read()) for key, split in splits.items()}
     problems = unique_problems(sets)
     # Ray would set the same number of threads, but too late for a process forked from a warm server, which has already
@@ -65,8 +67,9 @@ def evaluate(
     )(solve_shard)
     recorded = problems_with_texts(sets)
     shards = divide(problems, engine_count(config, len(problems)))
-    tasks = [solve.remote(shard, config, model_path, recorded, limits_template) for shard in shards]
-    rows = [row for rows_of_shard in _results(tasks) for row in rows_of_shard]
+    with running_reward_models(config) if config.measures_with_reward_models else nullcontext():
+        tasks = [solve.remote(shard, config, model_path, recorded, limits_template) for shard in shards]
+        rows = [row for rows_of_shard in _results(tasks) for row in rows_of_shard]
     return summarize_sets(rows, sets, config.heldout.num_samples)
 
 
@@ -80,8 +83,16 @@ def _activity(gpus: int) -> str:
 def engine_resources(config: Config) -> dict[str, float]:
     """Return the amounts of Ray's resources "CPU" and "GPU" that an evaluation's engine reserves, on a single node."""
     processes = engine_processes(config)
-    gpus = processes if config.cluster.use_gpu else 0
+    gpus: float = processes if config.cluster.use_gpu else 0
+    if gpus:
+        gpus -= shared_gpu(config)
     return {"CPU": max(config.cluster.cpus_per_worker, processes), "GPU": gpus}
+
+
+def shared_gpu(config: Config) -> float:
+    """Return the part of an engine's GPU that is reserved for the reward models of a held-out score."""
+    share = config.reward_model_gpus
+    return share if share < 1 and config.measures_with_reward_models else 0
 
 
 def engine_processes(config: Config) -> int:
@@ -227,7 +238,7 @@ def solve_shard(
         llm = LLM(
             **llm_arguments(path, config),
             **parallel_arguments(engine_processes(config)),
-            gpu_memory_utilization=0.9,  # nothing else uses these GPUs
+            gpu_memory_utilization=0.9 - shared_gpu(config),  # nothing else uses these GPUs
         )
 
     def run_requests(

@@ -66,6 +66,7 @@ from grpo_ray.learner.rollouts.heldout import HeldoutSolver
 from grpo_ray.learner.rollouts.recorded_samples import SampleReader
 from grpo_ray.learner.rollouts.rollout import Rollout, Rows
 from grpo_ray.learner.rollouts.sampler import WeightSync
+from grpo_ray.learner.rollouts.scoring import Reward
 from grpo_ray.learner.schedule import BatchSchedule
 from grpo_ray.learner.sharding import (
     gather_weights,
@@ -225,9 +226,8 @@ class Learner(GRPOTrainer):
             tokenizer=self.processing_class,
             sync=self.sync,
             conversation_source=self.conversation_source,
-            rewards=list(zip(self.reward_func_names, self.reward_funcs, self.reward_processing_classes, strict=True)),
+            rewards=list(map(Reward, self.reward_func_names, self.reward_funcs)),
             reward_weights=self.reward_weights,
-            chat_template_kwargs=self.chat_template_kwargs,
             end_tokens={*self.eos_token_ids, self.processing_class.pad_token_id},
             num_generations=self.num_generations,
             parts=self.schedule.parts,
@@ -362,7 +362,7 @@ class Learner(GRPOTrainer):
             if not self.is_fsdp_enabled:
                 shard_without_gpus(self.accelerator, self.args.fsdp_plugin_args)
                 self.is_fsdp_enabled = True
-            load_everywhere()  # a reference or reward model, loaded from now on, must not be zeros
+            load_everywhere()  # a reference model, loaded from now on, must not be zeros
 
     def get_train_dataloader(self) -> Iterable[Rows]:
         """Return this worker's batches: whole groups, each batch repeated as often as TRL requests it."""
@@ -841,8 +841,8 @@ def check_checkpoint_kind(checkpoint: str, config: Config) -> None:
 
 
 def _is_stateful(reward: Any) -> bool:
-    """Return True if a reward has a state to save; a reward model's weights do not change and are not saved."""
-    return hasattr(reward, "state_dict") and not isinstance(reward, torch.nn.Module)
+    """Return True if a reward has a state to save."""
+    return hasattr(reward, "state_dict")
 
 
 @contextmanager

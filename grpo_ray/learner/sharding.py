@@ -82,7 +82,7 @@ def load_everywhere() -> None:
     """Let every worker read the weights of models that are loaded from now on.
 
     transformers and accelerate set environment variables for a sharded learner with which all workers but the first of
-    a node get zeros, also for a reference or reward model.
+    a node get zeros, also for a reference model.
     """
     disable_fsdp_ram_efficient_loading()
 

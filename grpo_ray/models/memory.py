@@ -32,6 +32,8 @@ the learner, and e bytes per number in `model.dtype`, the terms in bytes are:
       CUDA graphs         CUDA_GRAPHS; none with `engine.vllm.enforce_eager`
       KV cache            2 L K e per token (e = 1 with `engine.vllm.kv_cache_dtype=fp8`) of the worker's completions,
                           each with its prompt at the maximum length
+    reward models         beside one of the workers, with rewards.model_gpus below 1: e for each parameter, CONTEXT of
+                          their own process, and one layer's activations in a pass of REWARD_MODEL_TOKENS
     other                 CONTEXT: CUDA's context, cuBLAS workspaces; NCCL: buffers, with several workers
 
 With a LoRA adapter (model.lora) of A parameters, A replaces N in gradients, optimizer states and copies, the weights
@@ -104,6 +106,9 @@ BUSY_TOKENS = 8192
 """Tokens of the pass for which a recommendation leaves the learner memory: its fixed cost is a fifth of such a pass."""
 ASSUMED_PROMPT = 2048
 """Longest prompt that a plan assumes, tokens, if neither `data.max_prompt_length` nor `engine.max_model_len` is set."""
+
+REWARD_MODEL_TOKENS = 16_384
+"""Most tokens of a reward model's forward pass, padding included, unless a single text is longer."""
 
 BYTES_PER_NUMBER = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -214,6 +219,8 @@ class MemoryEstimate:
     """Memory for one completion at its maximum length: the minimum that the engine can work with."""
     context: int
     """CUDA's context, libraries' workspaces and NCCL's buffers."""
+    reward_models: int
+    """Reward models that share the GPU of one worker, and their process's context."""
     sleep_mode: bool
     """True if the engine releases its memory while the learner computes (grpo.vllm_enable_sleep_mode)."""
 
@@ -233,8 +240,14 @@ class MemoryEstimate:
             "engine activations": self.engine_activations,
             "CUDA graphs": self.cuda_graphs,
             "KV cache of all completions": self.kv_cache,
+            "reward models": self.reward_models,
             "CUDA context and NCCL": self.context,
         }
+
+    @property
+    def others(self) -> int:
+        """Memory of neither learner nor engine, in bytes."""
+        return self.context + self.reward_models
 
     @property
     def resident(self) -> int:
@@ -264,14 +277,14 @@ class MemoryEstimate:
     def engine_space(self, gpu_bytes: int) -> int:
         """Return the memory that the learner leaves to the engine while it generates, in bytes; may be negative."""
         beside = self.resident + self.weight_sync if self.sleep_mode else self.learner
-        return gpu_bytes - self.context - beside
+        return gpu_bytes - self.others - beside
 
     def used(self, gpu_bytes: int, gpu_memory_utilization: float) -> int:
         """Return the peak of the whole GPU, in bytes, with an engine that takes its fraction in full."""
         engine = int(gpu_memory_utilization * gpu_bytes)
         if not self.sleep_mode:
-            return self.context + self.learner + engine
-        return self.context + max(self.learner + self.cuda_graphs, self.resident + self.weight_sync + engine)
+            return self.others + self.learner + engine
+        return self.others + max(self.learner + self.cuda_graphs, self.resident + self.weight_sync + engine)
 
     def completions_at_once(self, gpu_bytes: int, gpu_memory_utilization: float) -> int:
         """Return the number of completions at full length for which the engine's KV cache has space."""
@@ -351,7 +364,9 @@ class MemoryPlan:
         return (4 if self.gradient_checkpointing else 3) * (1 + PASS_COST / self.tokens_per_micro_batch)
 
 
-def plan_memory(config: Config, shape: ModelShape, gpu_bytes: int, *, sequence_length: int | None = None) -> MemoryPlan:
+def plan_memory(
+    config: Config, shape: ModelShape, gpu_bytes: int, *, sequence_length: int | None = None, reward_models: int = 0
+) -> MemoryPlan:
     """Choose the size of the learner's passes, and whether they recompute activations, for one GPU.
 
     The size is the largest number of tokens that fits beside the engine and leaves MARGIN of the GPU free, up to
@@ -364,6 +379,7 @@ def plan_memory(config: Config, shape: ModelShape, gpu_bytes: int, *, sequence_l
     Args:
         gpu_bytes: memory of the GPU, the smallest over all workers.
         sequence_length: longest prompt with its completion, in tokens; None: the limit that follows from the config.
+        reward_models: memory of the reward models on this GPU, in bytes (`reward_model_memory`).
 
     Returns:
         The plan; if not even the smallest passes fit, a plan with these, whose `fits` is False.
@@ -371,14 +387,16 @@ def plan_memory(config: Config, shape: ModelShape, gpu_bytes: int, *, sequence_l
     length = sequence_length or longest_sequence(config, shape.context_length)
     configured = config.grpo.trl.get("gradient_checkpointing")
     plans = [
-        _plan_passes(config, shape, gpu_bytes, length, bool(recompute))
+        _plan_passes(config, shape, gpu_bytes, length, bool(recompute), reward_models)
         for recompute in ((False, True) if configured is None else (configured,))
     ]
     candidates = [plan for plan in plans if plan.has_margin] or [plan for plan in plans if plan.fits] or plans[-1:]
     return min(candidates, key=lambda plan: plan.relative_cost)
 
 
-def _plan_passes(config: Config, shape: ModelShape, gpu_bytes: int, length: int, recompute: bool) -> MemoryPlan:
+def _plan_passes(
+    config: Config, shape: ModelShape, gpu_bytes: int, length: int, recompute: bool, reward_models: int
+) -> MemoryPlan:
     """Plan the largest passes that fit with a margin, with or without recomputation; the smallest if none do."""
 
     configured = configured_tokens(config, length)
@@ -388,7 +406,12 @@ def _plan_passes(config: Config, shape: ModelShape, gpu_bytes: int, length: int,
             gpu_bytes=gpu_bytes,
             gpu_memory_utilization=config.engine.gpu_memory_utilization,
             estimate=estimate_memory(
-                config, shape, sequence_length=length, tokens=tokens, gradient_checkpointing=recompute
+                config,
+                shape,
+                sequence_length=length,
+                tokens=tokens,
+                gradient_checkpointing=recompute,
+                reward_models=reward_models,
             ),
         )
 
@@ -451,24 +474,29 @@ class CardMemory:
         }
 
 
-def plan_cards(config: Config, shape: ModelShape, sequence_length: int) -> tuple[CardMemory, ...]:
+def plan_cards(
+    config: Config, shape: ModelShape, sequence_length: int, reward_models: int = 0
+) -> tuple[CardMemory, ...]:
     """Plan the memory of one worker on each of the GPU_CARDS, smallest first.
 
     Args:
         sequence_length: longest prompt with its completion, in tokens.
+        reward_models: memory of the reward models on the same GPU, in bytes (`reward_model_memory`).
     """
     sizes = {card: int(gib * GIB) for card, gib in GPU_CARDS.items()}
     return tuple(
         CardMemory(
             card=card,
-            plan=plan_memory(config, shape, size, sequence_length=sequence_length),
-            recommended_utilization=_recommend_utilization(config, shape, size, sequence_length),
+            plan=plan_memory(config, shape, size, sequence_length=sequence_length, reward_models=reward_models),
+            recommended_utilization=_recommend_utilization(config, shape, size, sequence_length, reward_models),
         )
         for card, size in sizes.items()
     )
 
 
-def _recommend_utilization(config: Config, shape: ModelShape, gpu_bytes: int, length: int) -> float | None:
+def _recommend_utilization(
+    config: Config, shape: ModelShape, gpu_bytes: int, length: int, reward_models: int
+) -> float | None:
     """Recommend the engine's fraction beside a learner whose passes are large enough to keep a GPU busy."""
     configured = config.grpo.trl.get("gradient_checkpointing")
     tokens_of_config = configured_tokens(config, length)
@@ -479,6 +507,7 @@ def _recommend_utilization(config: Config, shape: ModelShape, gpu_bytes: int, le
             sequence_length=length,
             tokens=tokens,
             gradient_checkpointing=True if configured is None else bool(configured),
+            reward_models=reward_models,
         )
         if fraction := estimate.gpu_memory_utilization(gpu_bytes):
             return fraction
@@ -486,7 +515,13 @@ def _recommend_utilization(config: Config, shape: ModelShape, gpu_bytes: int, le
 
 
 def estimate_memory(
-    config: Config, shape: ModelShape, *, sequence_length: int, tokens: int, gradient_checkpointing: bool
+    config: Config,
+    shape: ModelShape,
+    *,
+    sequence_length: int,
+    tokens: int,
+    gradient_checkpointing: bool,
+    reward_models: int = 0,
 ) -> MemoryEstimate:
     """Estimate the memory of one worker of a run; see the module's docstring for the terms.
 
@@ -494,6 +529,7 @@ def estimate_memory(
         sequence_length: longest prompt with its completion, in tokens.
         tokens: tokens of one forward and backward pass of the learner, in its own layout.
         gradient_checkpointing: recompute the activations inside each layer.
+        reward_models: memory of the reward models on the same GPU, in bytes (`reward_model_memory`).
     """
     trl, workers, number_bytes = config.grpo.trl, config.cluster.max_workers, BYTES_PER_NUMBER[config.dtype]
     lora, sharded = config.model.lora, config.cluster.shard_learner
@@ -523,6 +559,7 @@ def estimate_memory(
         kv_cache=kv_cache_per_sequence * completions * tensor_parallel,
         kv_cache_per_sequence=kv_cache_per_sequence,
         context=CONTEXT + (NCCL if workers > 1 else 0),
+        reward_models=reward_models,
         sleep_mode=bool(trl.get("vllm_enable_sleep_mode", False)),
     )
 
@@ -651,10 +688,33 @@ def _engine_activations(config: Config, shape: ModelShape, requests: int, tensor
     Args:
         requests: maximum number of completions that the engine generates at once.
     """
-    split = (shape.query_size + 2 * shape.key_value_size + 3 * shape.intermediate_size) // tensor_parallel
     tokens = int(config.engine.vllm.get("max_num_batched_tokens") or max(ENGINE_TOKENS, requests))
-    layer = tokens * BYTES_PER_NUMBER[config.dtype] * (4 * shape.hidden_size + split)
+    layer = _forward_layer(shape, tokens, BYTES_PER_NUMBER[config.dtype], tensor_parallel)
     return layer + BYTES_PER_LOGIT * requests * shape.vocabulary
+
+
+def _forward_layer(shape: ModelShape, tokens: int, number_bytes: int, parts: int = 1) -> int:
+    """Return the activations of one layer in a forward pass without gradients, in bytes.
+
+    Args:
+        parts: GPUs that the layer's inner sizes are divided over.
+    """
+    split = (shape.query_size + 2 * shape.key_value_size + 3 * shape.intermediate_size) // parts
+    return tokens * number_bytes * (4 * shape.hidden_size + split)
+
+
+def reward_model_memory(config: Config) -> int:
+    """Return the memory of a run's reward models beside a worker, in bytes; 0 if they are elsewhere, or none.
+
+    Raises:
+        ConfigError: the config of a reward model cannot be read.
+    """
+    if not 0 < config.rewards.model_gpus < 1 or not config.rewards.models:
+        return 0
+    number_bytes = BYTES_PER_NUMBER[config.dtype]
+    shapes = [model_shape(path, config.model.trust_remote_code, "rewards.functions") for path in config.rewards.models]
+    layer = max(_forward_layer(shape, REWARD_MODEL_TOKENS, number_bytes) for shape in shapes)
+    return CONTEXT + layer + sum(number_bytes * shape.parameters for shape in shapes)
 
 
 def adapter_parameters(shape: ModelShape, rank: int) -> int:
@@ -663,11 +723,12 @@ def adapter_parameters(shape: ModelShape, rank: int) -> int:
     return rank * shape.layers * (attention + 3 * (shape.hidden_size + shape.intermediate_size))
 
 
-def model_shape(path: str, trust_remote_code: bool = False) -> ModelShape:
-    """Read a model's config and count its parameters, without loading its weights.
+def model_shape(path: str, trust_remote_code: bool = False, field: str = "model.path") -> ModelShape:
+    """Read a model's config and count its parameters as a language model, without loading its weights.
 
     Args:
         path: local folder or hub id.
+        field: field of the config that names it, for the message.
 
     Raises:
         ConfigError: the config cannot be read, or is not that of a causal language model.
@@ -680,7 +741,7 @@ def model_shape(path: str, trust_remote_code: bool = False) -> ModelShape:
         with torch.device("meta"):  # parameters without memory: a 72B model takes a tenth of a second
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"model.path={path}: the config cannot be read: {str(error).splitlines()[0]}") from None
+        raise ConfigError(f"{field}={path}: the config cannot be read: {str(error).splitlines()[0]}") from None
     text = config.get_text_config()
     heads = text.num_attention_heads
     head_size = getattr(text, "head_dim", None) or text.hidden_size // heads

@@ -224,7 +224,8 @@ def scaling_config(config: Config, resize_seconds: float = MIN_SECONDS_BETWEEN_R
     return ray.train.ScalingConfig(
         num_workers=cluster.num_workers if fixed else (config.sizes.worker_counts[0], config.sizes.worker_counts[-1]),
         use_gpu=cluster.use_gpu,
-        resources_per_worker={"CPU": cluster.cpus_per_worker} | ({"GPU": 1} if cluster.use_gpu else {}),
+        resources_per_worker={"CPU": cluster.cpus_per_worker}
+        | ({"GPU": config.gpus_per_worker} if cluster.use_gpu else {}),
         elastic_resize_monitor_interval_s=resize_seconds,
     )
 

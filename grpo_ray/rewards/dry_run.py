@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from grpo_ray.config.reward_names import reward_name
+from grpo_ray.config.reward_names import is_reward_model, reward_name
 from grpo_ray.config.schema import RewardsConfig
 from grpo_ray.data.problem import Problem
 from grpo_ray.models.plain_prompts import uses_plain_prompts
@@ -71,8 +71,8 @@ def dry_run_reward(
         Exception: Any error that the reward function raises.
     """
     name, reward = config.functions[index], load_rewards(config)[index]
-    if isinstance(reward, str):
-        return DryRun(name, (), (), note="a reward model: TRL loads it in the workers")
+    if is_reward_model(name):
+        return DryRun(name, (), (), note="a reward model, which is loaded when the run begins")
     if name == "environment":
         note = "given by the environment, which is tried with the tools, or by rollout.function, which is not tried"
         return DryRun(name, (), (), note=note)

@@ -25,6 +25,7 @@ from grpo_ray.rewards.isolated import IsolatedReward, Limits, StatefulIsolatedRe
 from grpo_ray.rewards.json_format import JsonFormat
 from grpo_ray.rewards.judge import Judge
 from grpo_ray.rewards.length import EasedConciseness, conciseness, cosine_length, repetition_penalty, soft_overlong
+from grpo_ray.rewards.reward_models import ModelReward, actor_name
 
 __all__ = ["REWARDS", "ConfiguredReward", "accuracy_reward", "load_reward", "load_rewards", "start_grading"]
 
@@ -142,10 +143,11 @@ def _check_settings(name: str, function: Callable[..., Any], settings: Mapping[s
         raise RewardError(f"reward {name!r} needs a value for {', '.join(missing)}; set it in rewards.settings")
 
 
-def load_rewards(config: RewardsConfig, names: Sequence[str] | None = None) -> list[Callable[..., Any] | str]:
+def load_rewards(config: RewardsConfig, names: Sequence[str] | None = None) -> list[Callable[..., Any]]:
     """Load the reward functions of a config in its order, each with its settings.
 
-    A name with a slash and no colon is a reward model, a hub id or a folder. TRL loads it, so the name is returned.
+    A name with a slash and no colon is a reward model, a hub id or a folder, which the run's actor loads
+    (`reward_models.py`).
 
     Args:
         names: entries of `rewards.functions` to load; None: all.
@@ -159,7 +161,7 @@ def load_rewards(config: RewardsConfig, names: Sequence[str] | None = None) -> l
         raise RewardError(
             f"rewards.settings has {unused[0]!r}, which rewards.functions does not name; add it there or remove it"
         )
-    loaded: list[Callable[..., Any] | str] = []
+    loaded: list[Callable[..., Any]] = []
     for name in config.functions if names is None else names:
         settings = dict(config.settings.get(name, {}))
         if name == "correctness":
@@ -175,7 +177,7 @@ def load_rewards(config: RewardsConfig, names: Sequence[str] | None = None) -> l
         elif is_reward_model(name):
             if name.startswith(("/", "./", "../")) and not Path(name, "config.json").is_file():
                 raise RewardError(f"rewards.functions: the reward model {name} does not exist: it has no config.json")
-            loaded.append(name)
+            loaded.append(ModelReward(name, actor_name(config)))
         else:
             loaded.append(load_reward(name, **settings))
     return loaded

@@ -13,7 +13,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from grpo_ray.config.schema import Config
 from grpo_ray.device import gpu_bytes
 from grpo_ray.distributed import all_gather_object, is_rank_zero
-from grpo_ray.models.memory import GIB, MemoryPlan, model_shape, plan_memory
+from grpo_ray.models.memory import GIB, MemoryPlan, model_shape, plan_memory, reward_model_memory
 
 MEASURED_STEP = 2
 """Step of an attempt after which memory is measured first: the optimizer's states exist from the first one on."""
@@ -28,7 +28,8 @@ def plan_for_workers(config: Config, model_path: str) -> MemoryPlan | None:
     if not config.cluster.use_gpu:
         return None
     smallest = min(all_gather_object(gpu_bytes()))
-    return plan_memory(config, model_shape(model_path, config.model.trust_remote_code), smallest)
+    shape = model_shape(model_path, config.model.trust_remote_code)
+    return plan_memory(config, shape, smallest, reward_models=reward_model_memory(config))
 
 
 def apply_plan(config: Config, plan: MemoryPlan | None) -> Config:

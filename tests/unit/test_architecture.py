@@ -126,10 +126,19 @@ ANYWHERE = {
     "starlette": AT_IMPORT["starlette"],
     "uvicorn": AT_IMPORT["uvicorn"],
     "vllm": AT_IMPORT["vllm"] | {"evaluation.evaluate", "inference.arguments", "inference.vllm_internals"},
-    "trl": AT_IMPORT["trl"] | {"learner.sharding", "rewards.format", "rewards.length", "tools.template"},
-    "ray": AT_IMPORT["ray"] | {"data.mixture", "data.stream", "driver.preflight.audit", "storage.ray_snapshot"},
+    "trl": AT_IMPORT["trl"]
+    | {"learner.sharding", "rewards.format", "rewards.length", "rewards.reward_models", "tools.template"},
+    "ray": AT_IMPORT["ray"]
+    | {"data.mixture", "data.stream", "driver.preflight.audit", "rewards.reward_models", "storage.ray_snapshot"},
     "torch": AT_IMPORT["torch"]
-    | {"device", "inference.vllm_internals", "learner.sharding_settings", "models.memory", "models.warm_up"},
+    | {
+        "device",
+        "inference.vllm_internals",
+        "learner.sharding_settings",
+        "models.memory",
+        "models.warm_up",
+        "rewards.reward_models",
+    },
 }
 """Library -> the modules that import it at all, including inside functions."""
 

@@ -1,6 +1,7 @@
 """Connection to the Ray cluster, checks of its resources, and the number of threads of each worker."""
 
 import logging
+import math
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -249,6 +250,12 @@ def background_resources(config: Config) -> dict[str, float]:
     return engine_resources(config) if config.run.measure == "background" else {"CPU": 0, "GPU": 0}
 
 
+def gpus_beside_workers(config: Config) -> float:
+    """Return the GPUs that a run needs beside those of its workers: for a background engine, and for reward models."""
+    own = config.reward_model_gpus if config.reward_model_gpus == 1 else 0
+    return background_resources(config)["GPU"] + own
+
+
 def training_shortage(config: Config, nodes: Sequence[Mapping[str, float]]) -> Shortage | None:
     """Return the resources that the nodes lack to train with the smallest allowed worker count; None if there are none.
 
@@ -270,6 +277,12 @@ def training_shortage(config: Config, nodes: Sequence[Mapping[str, float]]) -> S
             f"run.measure=background needs {engine_gpus:.0f} GPU{'s' * (engine_gpus > 1)} for an engine beside those "
             f"of cluster.num_workers={workers}, and the cluster has {total['GPU']:.0f}",
             "use fewer workers, or run.measure=inline",
+        )
+    if cluster.use_gpu and total["GPU"] < workers + gpus_beside_workers(config):
+        return Shortage(
+            f"rewards.model_gpus={config.rewards.model_gpus:g} needs a GPU for the reward models beside the "
+            f"{workers + engine_gpus:.0f} of the engines, and the cluster has {total['GPU']:.0f}",
+            "set rewards.model_gpus=0.25, which shares the GPU of a worker, or use fewer workers",
         )
     if total["CPU"] < cpus:
         most = int(total["CPU"] - cpus_beside_workers(config)) // cluster.cpus_per_worker
@@ -300,7 +313,7 @@ def evaluation_shortage(config: Config, nodes: Sequence[Mapping[str, float]]) ->
         nodes: resources of each node.
     """
     needed = engine_resources(config)
-    gpus, cpus = int(needed["GPU"]), int(needed["CPU"])
+    gpus, cpus = math.ceil(needed["GPU"]), int(needed["CPU"])
     large_enough = [node for node in nodes if node.get("GPU", 0) >= gpus]
     if not large_enough:
         largest = max((node.get("GPU", 0) for node in nodes), default=0)

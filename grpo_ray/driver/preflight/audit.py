@@ -35,7 +35,7 @@ from grpo_ray.driver.preflight.overlong import (
 from grpo_ray.driver.preflight.policy_files import fetch_policy_files
 from grpo_ray.driver.preflight.tool_trial import PHASE, ToolReport, try_tools
 from grpo_ray.errors import ConfigError, DataError, RewardError
-from grpo_ray.models.memory import CardMemory, ModelShape, model_shape, plan_cards
+from grpo_ray.models.memory import CardMemory, ModelShape, model_shape, plan_cards, reward_model_memory
 from grpo_ray.rewards.dry_run import DryRun, dry_run_reward
 from grpo_ray.rewards.registry import needs_solutions
 from grpo_ray.rewards.solution_check import (
@@ -224,7 +224,12 @@ def audit(config: Config, *, sample: int | None = None, on_progress: OnProgress 
         },
         rewards=dry_runs,
         tools=tools,
-        memory=plan_cards(config, policy.shape, sequence_length=min(policy.context_length, longest)),
+        memory=plan_cards(
+            config,
+            policy.shape,
+            sequence_length=min(policy.context_length, longest),
+            reward_models=reward_model_memory(config),
+        ),
         columns=columns,
         graded_sources=frozenset(name for name in training if "correctness" in config.rewards_of(name)),
         seconds=round(time.perf_counter() - started, 1),

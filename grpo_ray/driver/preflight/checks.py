@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from grpo_ray.config.reward_names import is_reward_model
 from grpo_ray.driver.cluster.connection import connect, require_engine_system, require_resources, starts_cluster
 from grpo_ray.driver.preflight.run_context import RunContext
 from grpo_ray.driver.preflight.same_run import check_old_run, check_same_run
@@ -63,7 +62,7 @@ def check_policy(context: RunContext) -> Sequence[str]:
 
 def check_reward_models(context: RunContext) -> Sequence[str]:
     """Check that the configs of reward models can be read. Raises ConfigError."""
-    for name in filter(is_reward_model, context.config.rewards.functions):
+    for name in context.config.rewards.models:
         from transformers import AutoConfig  # takes seconds, and most runs have no reward model
 
         try:

@@ -93,6 +93,7 @@ APPLIED: dict[str, tuple[str, ...]] = {
         "run.hang_factor", "run.hang_seconds", "run.max_bad_steps", "run.trace", "run.notify", "run.trackers",
         "run.project", "cluster.num_workers",
         "cluster.use_gpu", "cluster.cpus_per_worker", "cluster.threads_per_worker", "model.dtype",
+        "rewards.model_gpus",
         "model.trust_remote_code", "engine.gpu_memory_utilization", "engine.cpu_cache_gib", "engine.max_model_len",
         "engine.logprob_tolerance", "engine.compile_cache", "engine.vllm", "grpo.micro_batch_size",
         "grpo.tokens_per_micro_batch", "grpo.exact_savings", "grpo.tf32",

@@ -50,11 +50,9 @@ class LearnerParts:
     tokenizer: "PreTrainedTokenizerBase"
     sync: WeightSync
     conversation_source: "ConversationSource | None"
-    rewards: Sequence[tuple[str, Any, "PreTrainedTokenizerBase | None"]]
-    """Name, function or model, and the model's tokenizer, of each reward."""
+    rewards: Sequence[Reward]
     reward_weights: torch.Tensor
     """(R,)"""
-    chat_template_kwargs: Mapping[str, Any]
     end_tokens: Collection[int]
     """Token ids with which a completion can end."""
     num_generations: int
@@ -95,7 +93,7 @@ def build_collector(parts: LearnerParts) -> Collector:
         else None,
         recorder=GroupRecorder(
             parts.num_generations,
-            [name for name, *_ in parts.rewards],
+            [reward.name for reward in parts.rewards],
             parts.reward_weights,
             parts.tokenizer,
             parts.end_tokens,
@@ -128,21 +126,18 @@ def build_sampler(parts: LearnerParts, padding: Padding) -> Sampler:
 def build_scorer(parts: LearnerParts) -> Scorer:
     """Return the scorer of the run's rewards."""
     return Scorer(
-        rewards=[Reward(*each) for each in parts.rewards],
+        rewards=parts.rewards,
         functions=parts.config.rewards.functions,
         tokenizer=parts.tokenizer,
         workers=parts.workers,
         profiler=parts.profiler,
         state=parts.state,
-        chat_template_kwargs=parts.chat_template_kwargs,
         notify=parts.notify,
         rewards_of=parts.config.rewards_of,
     )
 
 
-def _early_grading(
-    config: Config, profiler: PhaseProfiler, loaded: Sequence[tuple[str, Any, Any]]
-) -> StartGrading | None:
+def _early_grading(config: Config, profiler: PhaseProfiler, loaded: Sequence[Reward]) -> StartGrading | None:
     """Return a function that starts grading a completion before it is scored; None without a reward that can.
 
     These are `correctness`, and rewards with a method `begin(completion, row)`, which returns a future or None.
@@ -152,9 +147,9 @@ def _early_grading(
     """
     rewards = config.rewards
     begins = {
-        name: reward.begin
-        for name, (_, reward, _) in zip(rewards.functions, loaded, strict=True)
-        if callable(getattr(reward, "begin", None)) and not isinstance(reward, torch.nn.Module)
+        name: reward.function.begin
+        for name, reward in zip(rewards.functions, loaded, strict=True)
+        if callable(getattr(reward.function, "begin", None))
     }
     if "correctness" not in rewards.functions and not begins:
         return None

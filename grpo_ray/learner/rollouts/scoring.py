@@ -1,4 +1,4 @@
-"""Scoring of completions by the run's reward functions and reward models, with TRL's interface of rewards.
+"""Scoring of completions by the run's rewards, with TRL's interface of rewards.
 
 A function receives keyword arguments: (B,) lists as `prompts`, `completions`, `completion_ids` and each column of the
 dataset; and `trainer_state`, `log_metric` and `log_extra`. It returns a number for each completion, or None where it
@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import TrainerState
-from trl.data_utils import apply_chat_template
 from trl.trainer.utils import is_async_callable
 
 from grpo_ray.data.problem import SOURCE, reward_columns
@@ -42,13 +41,11 @@ NOT_PASSED = ("prompt", "completion", "completion_ids")
 
 @dataclass(frozen=True)
 class Reward:
-    """Reward of a run: a function or a model."""
+    """Reward of a run."""
 
     name: str
     function: Any
-    """Function, coroutine function or reward model."""
-    tokenizer: "PreTrainedTokenizerBase | None" = None
-    """Tokenizer of a reward model; None for functions."""
+    """Function or coroutine function."""
 
 
 @dataclass(frozen=True)
@@ -74,8 +71,6 @@ class Scorer:
     workers: Workers
     profiler: PhaseProfiler
     state: Callable[[], TrainerState]
-    chat_template_kwargs: Mapping[str, Any]
-    """Variables of a reward model's chat template."""
     notify: Callable[[str], None]
     """Shows the user a line."""
     rewards_of: Callable[[str], Collection[str]] | None = None
@@ -130,9 +125,7 @@ class Scorer:
             if not places:
                 continue
             own = arguments if len(places) == len(rows) else select_rows(arguments, places)
-            if isinstance(reward.function, torch.nn.Module):
-                rewards[places, number] = self._score_with_model(reward, own["prompts"], own["completions"])
-            elif is_async_callable(reward.function):
+            if is_async_callable(reward.function):
                 awaited.append((number, places, reward.function(**own)))
             else:
                 rewards[places, number] = self._column(reward, reward.function(**own), len(places))
@@ -174,24 +167,6 @@ class Scorer:
                 row.update({ENVIRONMENT_REWARD: conversation.reward, **conversation.columns})
         names = [name for name in columns[0] if name not in NOT_PASSED]
         return {name: [row[name] for row in columns] for name in names} | {"completion_ids": ids}
-
-    def _score_with_model(self, reward: Reward, prompts: list[Any], answers: list[Any]) -> torch.Tensor:
-        """Return a reward model's rewards, (B,)."""
-        assert reward.tokenizer is not None
-        texts = [
-            prompt + answer
-            if isinstance(answer, str)
-            else apply_chat_template({"messages": prompt + answer}, reward.tokenizer, **self.chat_template_kwargs)[
-                "text"
-            ]
-            for prompt, answer in zip(prompts, answers, strict=True)
-        ]
-        inputs = reward.tokenizer(
-            text=texts, return_tensors="pt", padding=True, padding_side="right", add_special_tokens=False
-        )
-        with torch.inference_mode():
-            logits: torch.Tensor = reward.function(**inputs.to(self.workers.device)).logits
-        return logits[:, 0].float()
 
     def _column(self, reward: Reward, values: Sequence[float | None], rows: int) -> torch.Tensor:
         """Return the result of a reward function as a tensor, (B,) float32."""

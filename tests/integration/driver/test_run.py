@@ -441,22 +441,6 @@ def test_overlong_prompts_are_left_out_and_columns_may_differ(small_run: Callabl
         small_run("some", *data, "grpo.max_steps=3")
 
 
-@pytest.mark.slow
-def test_reward_model_scores_beside_a_function(small_run: Callable[..., Any], policy: Path, tmp_path: Path) -> None:
-    from transformers import AutoConfig, AutoTokenizer, Qwen2ForSequenceClassification
-
-    judge = tmp_path / "judge"
-    Qwen2ForSequenceClassification(AutoConfig.from_pretrained(policy, num_labels=1)).save_pretrained(judge)
-    AutoTokenizer.from_pretrained(policy).save_pretrained(judge)
-    _, folder = small_run(
-        "judged", f"rewards.functions=[correctness, {judge}]", "grpo.reward_weights=[1.0, 0.5]", "grpo.max_steps=2"
-    )
-    for row in rows_of(folder):
-        # The model's scores are not whole numbers, and the reward is the weighted sum.
-        whole = row["reward/correctness_mean"] + 0.5 * row["reward/judge_mean"]
-        assert row["reward/mean"] == pytest.approx(whole, abs=1e-5) and row["reward/judge_std"] > 0
-
-
 # Bad input
 
 BAD = {

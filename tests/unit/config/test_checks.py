@@ -283,6 +283,7 @@ VIOLATIONS = {
     "every_reward_has_a_weight": ["grpo.reward_weights=[1, 2]"],
     "reward_names_differ": ["rewards.functions=[correctness, correctness]"],
     "limits_are_of_isolated_rewards": ["rewards.isolate_seconds=5"],
+    "reward_models_have_a_share": ["rewards.functions=[a/model]", "rewards.model_gpus=0.6", "cluster.use_gpu=true"],
     "settings_are_of_rewards": ["rewards.settings={choice: {choices: AB}}"],
     "benchmarks_have_plain_completions": [
         "data.heldout=math500",
@@ -437,6 +438,24 @@ def test_config_rollout_function_may_score_and_have_settings() -> None:
     )
     assert config.rollout.has_conversations and not config.rollout.has_turns and not config.needs_solutions
     assert load_config(None, [FUNCTION]).needs_solutions
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["rewards.model_gpus=0.6"], r"^rewards\.model_gpus=0\.6 must be at most 0\.45, beside a worker, or 1"),
+        (["cluster.num_workers=[1, 2]"], r"^rewards\.model_gpus=0\.25 .* a varying number of workers; set .*=1,"),
+        (
+            ["grpo.vllm_tensor_parallel_size=2", "cluster.num_workers=2", "heldout.score=reward"],
+            r"^rewards\.model_gpus=0\.25 .* needs 2 whole ones",
+        ),
+    ],
+)
+def test_config_reward_models_share_what_ray_can_count(more: list[str], message: str) -> None:
+    settings = ["rewards.functions=[correctness, a/model]", "cluster.use_gpu=true", *more]
+    assert re.search(message, config_error(*settings))
+    for harmless in ("rewards.functions=[correctness]", "rewards.model_gpus=1", "rewards.model_gpus=0"):
+        load_config(None, [*settings, harmless])
 
 
 @pytest.mark.parametrize("limit", ["rewards.isolate_seconds=5.0", "rewards.isolate_memory_gib=4.0"])

@@ -46,7 +46,8 @@ def answer(text: str, ids: int = 1, **fields: Any) -> Answer:
         ([GAME, "rewards.functions=[environment, correctness]"], "correctness", True),
         ([GAME, "rewards.functions=[environment, correctness]", "heldout.score=environment"], "environment", True),
         ([GAME, "rewards.functions=[environment, boxed_format]", "heldout.score=reward"], "reward", False),
-        (["rewards.functions=['/models/judge']"], "correctness", True),
+        (["rewards.functions=['/models/judge']"], "reward", False),
+        (["rewards.functions=[correctness, '/models/judge']", "heldout.score=reward"], "reward", True),
     ],
 )
 def test_score_follows_from_the_rewards_unless_it_is_named(overrides: list[str], score: str, needs: bool) -> None:
@@ -60,7 +61,6 @@ def test_score_follows_from_the_rewards_unless_it_is_named(overrides: list[str],
         (["heldout.score=corectness"], r"heldout\.score=corectness must be one of .*did you mean correctness"),
         (["heldout.score=boxed_format"], r"package\.module:function"),
         (["heldout.score=environment"], r"rollout\.environment is null"),
-        (["rewards.functions=[correctness, '/models/judge']", "heldout.score=reward"], "reward model /models/judge"),
     ],
 )
 def test_score_that_the_run_does_not_have_is_refused(overrides: list[str], message: str) -> None:

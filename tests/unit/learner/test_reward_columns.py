@@ -47,7 +47,7 @@ def scorer(*rewards: Any) -> Scorer:
     return Scorer(
         rewards=[Reward(reward.__name__, reward) for reward in rewards], functions=(), tokenizer=TOKENIZER,
         workers=Workers(gather_objects=lambda own: [own]), profiler=PhaseProfiler(), state=TrainerState,
-        chat_template_kwargs={}, notify=lambda line: None,
+        notify=lambda line: None,
     )  # fmt: skip
 
 

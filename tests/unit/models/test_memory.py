@@ -158,6 +158,7 @@ WORKER = MemoryEstimate(
     kv_cache=4 * GIB,
     kv_cache_per_sequence=GIB // 2,
     context=GIB,
+    reward_models=0,
     sleep_mode=False,
 )
 """The learner takes 10.2 GiB, a fifth of a GiB of it by fragmentation; the engine 2 + 0.5 + 1 + 4 = 7.5 GiB with a KV

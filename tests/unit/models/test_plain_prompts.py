@@ -112,7 +112,7 @@ def test_rewards_of_training_receive_text(plain: PreTrainedTokenizerBase) -> Non
     scorer = Scorer(
         rewards=[Reward("characters", characters)], functions=("own_rewards:characters",), tokenizer=plain,
         workers=Workers(gather_objects=lambda own: [own]), profiler=PhaseProfiler(), state=TrainerState,
-        chat_template_kwargs={}, notify=lambda line: None,
+        notify=lambda line: None,
     )  # fmt: skip
     scores = scorer.score(rows, Completions([[5]] * 2, ids, [[0.0] * len(each) for each in ids]))
     assert RECEIVED == [(["1 + 1", "What is \u00e9?"], ["so 2", "so 34"])]

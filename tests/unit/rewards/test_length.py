@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from grpo_ray.config.schema import RewardsConfig
 from grpo_ray.errors import RewardError
 from grpo_ray.rewards.length import EasedConciseness, conciseness, cosine_length, repetition_penalty, soft_overlong
-from grpo_ray.rewards.registry import load_reward, load_rewards
+from grpo_ray.rewards.registry import ConfiguredReward, load_reward, load_rewards
 
 needs_trl = pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="TRL is not installed")
 
@@ -111,7 +111,8 @@ def test_cosine_length_grades_as_the_config_sets() -> None:
     [reward] = load_rewards(
         RewardsConfig(functions=("cosine_length",), settings=settings, strict=False, time_limit=7.0)
     )
-    assert reward.settings == {"max_length": 9, "strict": False, "time_limit": 7.0}  # type: ignore[union-attr]
+    assert isinstance(reward, ConfiguredReward)
+    assert reward.settings == {"max_length": 9, "strict": False, "time_limit": 7.0}
 
 
 def test_cosine_length_records_the_metrics_of_grading() -> None:

@@ -113,7 +113,7 @@ def make_collector(
         sampler=sampler, padding=padding,
         scorer=Scorer(
             rewards=[Reward("pay", pay)], functions=("pay",), tokenizer=TOKENIZER, workers=workers, profiler=profiler,
-            state=TrainerState, chat_template_kwargs={}, notify=lambda line: None,
+            state=TrainerState, notify=lambda line: None,
         ),
         advantage=trl_advantages("group", "sum_then_normalize"),
         needs=lambda: LossNeeds(importance=IMPORTANCE, old_logps=False, one_pass=one_pass, masks_truncated=False),

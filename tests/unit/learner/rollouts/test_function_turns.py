@@ -44,7 +44,7 @@ def scored(completions: Completions, *names: str) -> torch.Tensor:
     rewards = [Reward(name, load_reward(name)) for name in names]
     scorer = Scorer(
         rewards=rewards, functions=names, tokenizer=TOKENIZER, workers=WORKERS, profiler=PhaseProfiler(),
-        state=TrainerState, chat_template_kwargs={}, notify=lambda line: None,
+        state=TrainerState, notify=lambda line: None,
     )  # fmt: skip
     return scorer.score(rows(), completions).own
 

@@ -41,7 +41,7 @@ def test_rewards_get_the_completions_of_their_sources(caplog: pytest.LogCaptureF
     scorer = Scorer(
         rewards=[Reward("number", number), Reward("later", later)], functions=("number", "later"), tokenizer=TOKENIZER,
         workers=Workers(gather_objects=lambda own: [own]), profiler=PhaseProfiler(), state=TrainerState,
-        chat_template_kwargs={}, notify=lambda line: None, rewards_of=APPLIES.__getitem__,
+        notify=lambda line: None, rewards_of=APPLIES.__getitem__,
     )  # fmt: skip
     ids = [TOKENIZER(text, add_special_tokens=False)["input_ids"] for text in "1234"]
     scores = scorer.score(rows_of(SOURCES), Completions([[5]] * 4, ids, [[0.0]] * 4))

@@ -1,0 +1,97 @@
+"""Tests of reward models: their scores, the passes that they are computed in, and the GPU that they share."""
+
+from pathlib import Path
+
+import pytest
+from reward_models import rendered, score_alone, write_reward_model
+
+from grpo_ray.config.loader import load_config
+from grpo_ray.config.schema import Config
+from grpo_ray.models.embedded_policy import embedded_policy
+from grpo_ray.models.memory import CONTEXT, model_shape, reward_model_memory
+from grpo_ray.resilience.elastic import scaling_config
+from grpo_ray.rewards.reward_models import RewardModels, actor_name, plan_passes
+
+PROMPTS = [[{"role": "user", "content": text}] for text in ("7+5", "1+2+3", "9", "40+2")]
+COMPLETIONS = [[{"role": "assistant", "content": text}] for text in ("12", "the sum is 6, as it seems to me", "", "42")]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A reward model with random weights, as a user has it in a folder."""
+    return write_reward_model(tmp_path_factory.mktemp("models") / "judge", embedded_policy())
+
+
+def config_of(*overrides: str) -> Config:
+    return load_config(None, list(overrides))
+
+
+def models_of(folder: Path) -> RewardModels:
+    return RewardModels(
+        [str(folder)], device="cpu", dtype="float32", threads=1, trust_remote_code=False, chat_template_kwargs={}
+    )
+
+
+def test_scores_are_those_of_each_conversation_alone(folder: Path) -> None:
+    texts = [rendered(folder, prompt + completion) for prompt, completion in zip(PROMPTS, COMPLETIONS, strict=True)]
+    scores = models_of(folder).score(str(folder), PROMPTS, COMPLETIONS)
+    assert scores == pytest.approx(score_alone(folder, texts), abs=1e-5)
+    assert len({round(each, 3) for each in scores}) == 4
+
+
+def test_plain_prompts_are_continued_by_their_completions(folder: Path) -> None:
+    scores = models_of(folder).score(str(folder), ["7+5=", "1"], ["12", "+1=2"])
+    assert scores == pytest.approx(score_alone(folder, ["7+5=12", "1+1=2"]), abs=1e-5)
+
+
+def test_passes_hold_texts_of_similar_length_up_to_a_limit() -> None:
+    assert plan_passes([3, 10, 4, 100, 5, 5], most_tokens=20) == [[3], [1, 4], [5, 2, 0]]
+    assert plan_passes([], most_tokens=20) == []
+    lengths = [17 * place % 40 + 1 for place in range(60)]
+    passes = plan_passes(lengths, most_tokens=100)
+    assert sorted(place for each in passes for place in each) == list(range(60))
+    assert all(len(each) * max(lengths[place] for place in each) <= 100 for each in passes)
+
+
+@pytest.mark.parametrize(
+    ("more", "models", "worker"),
+    [
+        ([], 0.25, 0.75),
+        (["rewards.model_gpus=0.1"], 0.1, 0.9),
+        (["rewards.model_gpus=1"], 1, 1),
+        (["rewards.model_gpus=0"], 0, 1),
+        (["rewards.functions=[correctness]"], 0, 1),
+    ],
+)
+def test_workers_reserve_what_the_models_leave_of_a_gpu(more: list[str], models: float, worker: float) -> None:
+    config = config_of("rewards.functions=[correctness, a/model]", "cluster.use_gpu=true", *more)
+    assert (config.reward_model_gpus, config.gpus_per_worker) == (models, worker)
+    resources = scaling_config(config).resources_per_worker
+    assert resources is not None and resources["GPU"] == worker
+
+
+def test_without_gpus_nothing_is_shared() -> None:
+    config = config_of("rewards.functions=[correctness, a/model]")
+    assert (config.reward_model_gpus, config.gpus_per_worker) == (0, 0)
+    resources = scaling_config(config).resources_per_worker
+    assert resources is not None and "GPU" not in resources
+
+
+def test_memory_beside_a_worker_counts_weights_and_a_pass(folder: Path) -> None:
+    config = config_of(f"rewards.functions=['{folder}']", "cluster.use_gpu=true")
+    shape = model_shape(str(folder))
+    of_pass = reward_model_memory(config) - CONTEXT - 2 * shape.parameters
+    numbers_per_token = (
+        4 * shape.hidden_size + shape.query_size + 2 * shape.key_value_size + 3 * shape.intermediate_size
+    )
+    assert of_pass == 16_384 * 2 * numbers_per_token
+    for elsewhere in ("rewards.model_gpus=1", "rewards.model_gpus=0", "rewards.functions=[correctness]"):
+        assert reward_model_memory(config_of(f"rewards.functions=['{folder}']", elsewhere)) == 0
+
+
+def test_actors_of_other_models_have_other_names() -> None:
+    names = [
+        actor_name(config_of(f"rewards.functions={functions}").rewards)
+        for functions in ("[a/model]", "[a/other]", "[a/model, a/other]", "[a/other, correctness, a/model]")
+    ]
+    assert len(set(names[:3])) == 3 and names[3] == names[2]
