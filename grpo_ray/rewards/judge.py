@@ -97,8 +97,8 @@ class Judge:
             attempts: number of requests for one question, while the judge fails or answers in another form.
             max_tokens: length of an answer, with the judge's reasoning.
             temperature: sampling temperature of the judge.
-            max_cost: cost of all verdicts of the run that ends it; None: no limit. Each worker counts the cost of
-                others up to its start.
+            max_cost: cost of all verdicts of the run that ends it; None: no limit. It is compared before each worker
+                asks, so a step that has begun may exceed it.
             prices: cost of a million tokens that the judge reads, and of a million that it writes.
 
         Raises:
@@ -147,9 +147,9 @@ class Judge:
         known = store.find([_row_key(each, place) for each in questions for place in range(len(each.rows))])
         asked = list({each.key: each for each in questions if _row_key(each, 0) not in known}.values())
         if asked:
-            if self.max_cost is not None and store.cost >= self.max_cost:
+            if self.max_cost is not None and (spent := store.cost_of_run()) >= self.max_cost:
                 raise RewardError(
-                    f"judge: the verdicts of this run have cost {store.cost:g}, and max_cost is {self.max_cost:g}; "
+                    f"judge: the verdicts of this run have cost {spent:g}, and max_cost is {self.max_cost:g}; "
                     "raise rewards.settings.judge.max_cost and resume the run"
                 )
             answers = self._ask_all(asked)

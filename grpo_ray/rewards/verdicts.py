@@ -37,11 +37,14 @@ class VerdictStore:
         self._numbers = itertools.count()
         self._verdicts: dict[str, Verdict] | None = None
         self._cost = 0.0
+        self._counted: set[str] = set()
+        """Files whose cost is part of `_cost`."""
 
-    @property
-    def cost(self) -> float:
-        """Cost of all verdicts that this process knows."""
+    def cost_of_run(self) -> float:
+        """Return the cost of all verdicts of the run so far, those of other workers included."""
         self._known()
+        # Their verdicts are not taken over: which of them are written by now depends on the workers' speed.
+        self._cost += sum(cost for _, cost in self._read_new())
         return self._cost
 
     def find(self, keys: list[str]) -> dict[str, Verdict]:
@@ -56,6 +59,7 @@ class VerdictStore:
             # Names sort by time, then by rank.
             name = f"{time.time_ns():020d}-{self._rank:05d}-{next(self._numbers):06d}.json"
             self._folder.write_json({"verdicts": dict(verdicts), "cost": cost}, FOLDER, name)
+            self._counted.add(name)
         known = self._known()
         for key, verdict in verdicts.items():
             known.setdefault(key, verdict)
@@ -63,7 +67,7 @@ class VerdictStore:
 
     def _known(self) -> dict[str, Verdict]:
         if self._verdicts is None:
-            files = self._read_all()
+            files = self._read_new()
             self._verdicts = {}
             for verdicts, cost in files:
                 for key, verdict in verdicts.items():
@@ -71,11 +75,12 @@ class VerdictStore:
                 self._cost += cost
         return self._verdicts
 
-    def _read_all(self) -> list[tuple[dict[str, Verdict], float]]:
-        """Return the verdicts and the cost of each file of the run folder, the oldest first."""
+    def _read_new(self) -> list[tuple[dict[str, Verdict], float]]:
+        """Return the verdicts and the cost of each file of the run folder that is not counted, the oldest first."""
         if self._folder is None:
             return []
-        names = sorted(self._folder.file_sizes(FOLDER))
+        names = sorted(self._folder.file_sizes(FOLDER).keys() - self._counted)
+        self._counted.update(names)
         with ThreadPoolExecutor(READERS, thread_name_prefix="verdicts") as threads:
             return list(threads.map(partial(_read, self._folder), names))
 

@@ -116,14 +116,15 @@ def test_reward_model_scores_beside_a_function(
 
 @pytest.mark.slow
 def test_run_is_exact_when_killed_and_its_checkpoint_is_measured_again(
-    small_run: Callable[..., Any], judge: Path, tmp_path: Path
+    small_run: Callable[..., Any], judge: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = [f"rewards.functions=[{judge}]", "grpo.max_steps=4", "run.max_failures=1", "data.heldout_limit=8"]
     summary, whole = small_run("whole", *options)
     _, killed = small_run("killed", *options, faults=[Fault("kill-backward", step=3)])
     same(outcome_of(killed), outcome_of(whole))
     file = tmp_path / "measured.json"
-    words = ["eval", str(whole), "--json", str(file), "data.heldout_limit=8"]
-    assert main(words) == 2  # a model of the run folder, which is not trusted
+    words = ["eval", summary.best_checkpoint, "--json", str(file)]
+    assert main(words) == 2
+    assert "its own code or model" in capsys.readouterr().err
     assert main([*words, "--trust-rewards"]) == 0
     assert json.loads(file.read_text())["accuracy"] == pytest.approx(summary.heldout_after, abs=1e-5)

@@ -106,10 +106,23 @@ def test_the_older_verdict_counts(tmp_path: Path) -> None:
     folder = RunFolder(str(tmp_path), "run")
     for rank, value in enumerate((0.25, 0.75)):
         store = VerdictStore(folder, rank)
-        assert store.cost == rank * 0.5  # what the other one has spent
+        assert store.cost_of_run() == rank * 0.5  # what the other one has spent
         store._verdicts = {}  # it asked at the same time
         store.add({"key": value}, cost=0.5)
-    assert VerdictStore(folder).find(["key", "other"]) == {"key": 0.25} and VerdictStore(folder).cost == 1.0
+    assert VerdictStore(folder).find(["key", "other"]) == {"key": 0.25}
+    assert VerdictStore(folder).cost_of_run() == 1.0
+
+
+def test_cost_of_other_workers_counts_while_they_ask(tmp_path: Path) -> None:
+    stores = [VerdictStore(RunFolder(str(tmp_path), "run"), rank) for rank in range(2)]
+    assert [store.cost_of_run() for store in stores] == [0.0, 0.0]
+    stores[0].add({"key": 0.25}, cost=0.5)
+    stores[1].add({"other": 0.75}, cost=0.25)
+    stores[0].add({"third": 0.75}, cost=1.0)
+    assert [store.cost_of_run() for store in stores] == [1.75, 1.75]
+    assert [store.cost_of_run() for store in stores] == [1.75, 1.75]
+    # Only their cost: which of their verdicts are there by now depends on the workers' speed.
+    assert [store.find(["key", "other"]) for store in stores] == [{"key": 0.25}, {"other": 0.75}]
 
 
 @pytest.mark.parametrize(
