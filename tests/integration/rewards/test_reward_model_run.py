@@ -127,4 +127,4 @@ def test_run_is_exact_when_killed_and_its_checkpoint_is_measured_again(
     assert main(words) == 2
     assert "its own code or model" in capsys.readouterr().err
     assert main([*words, "--trust-rewards"]) == 0
-    assert json.loads(file.read_text())["accuracy"] == pytest.approx(summary.heldout_after, abs=1e-5)
+    assert json.loads(file.read_text())["pass_at_1"]["value"] == pytest.approx(summary.heldout_after, abs=1e-5)
