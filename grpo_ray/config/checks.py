@@ -691,7 +691,7 @@ def reward_models_have_a_share(config: "Config") -> str | None:
             "workers; set rewards.model_gpus=1, a GPU of its own, or 0, on the CPU, or a fixed cluster.num_workers"
         )
     engine = config.tensor_parallel_size
-    if 0 < share < 1 and engine > 1 and config.measures_with_reward_models:
+    if config.reward_model_share_of_engines and engine > 1:
         return (
             f"rewards.model_gpus={share:g} shares the GPU of the engine that measures held-out problems, and "
             f"grpo.vllm_tensor_parallel_size={engine} needs {engine} whole ones; set rewards.model_gpus=1 or 0"

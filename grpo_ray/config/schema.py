@@ -741,6 +741,15 @@ class Config:
         return 1 if self.reward_model_gpus == 1 else round(1 - self.reward_model_gpus, 4)
 
     @property
+    def reward_model_share_of_engines(self) -> float:
+        """Part of a GPU that an engine which measures leaves to the reward models.
+
+        They score its completions, or run beside it while it measures a checkpoint in the background.
+        """
+        shares = self.measures_with_reward_models or self.run.measure == "background"
+        return self.reward_model_gpus if shares and self.reward_model_gpus < 1 else 0
+
+    @property
     def measures_with_reward_models(self) -> bool:
         """True if a score of held-out completions is computed by reward models."""
         sources = dict.fromkeys(map(self.source_of, self.heldout_keys))

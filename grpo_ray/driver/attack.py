@@ -95,6 +95,7 @@ def plan_attack(config: Config) -> Config:
     connect(config)
     tokenizer = PolicyTokenizer(config.model.path, config.model.trust_remote_code).load()
     gpus = config.cluster.max_workers if has_autoscaler() else int(ray.cluster_resources().get("GPU", 0))
+    gpus -= int(config.reward_model_gpus == 1)  # of the reward models
     return attack_config(config, gpus=gpus, has_plain_prompts=uses_plain_prompts(tokenizer))
 
 
@@ -170,8 +171,7 @@ def _with_workers(config: Config, gpus: int) -> Config | None:
 def probe_rewards(config: Config, columns: Sequence[str]) -> tuple[ProbeReport, ...]:
     """Score the probes on the first problems of each source.
 
-    Sources with a reward model, or the reward of an environment, are left out: they are given by what runs in the
-    workers only.
+    Sources with a reward model, or the reward of an environment, are left out: what gives them runs in training only.
 
     Args:
         columns: columns of any training problem, all of which rewards receive, as in training.

@@ -15,10 +15,11 @@ import ray
 from grpo_ray.config.schema import Config
 from grpo_ray.data.problem import Problem
 from grpo_ray.data.stream import Split
-from grpo_ray.device import compute_device, device_environment
+from grpo_ray.device import compute_device, device_environment, gpu_bytes
 from grpo_ray.errors import GrpoRayError
 from grpo_ray.evaluation.metrics import EvaluationResult, heldout_metrics, summarize_sets, unique_problems
 from grpo_ray.evaluation.records import problems_with_texts, write_records
+from grpo_ray.models.memory import reward_model_memory
 from grpo_ray.resilience.error_triage import describe_worker_error
 from grpo_ray.rewards.reward_models import running_reward_models
 from grpo_ray.storage.checkpoints import MEASURED, checkpoint_score
@@ -85,14 +86,8 @@ def engine_resources(config: Config) -> dict[str, float]:
     processes = engine_processes(config)
     gpus: float = processes if config.cluster.use_gpu else 0
     if gpus:
-        gpus -= shared_gpu(config)
+        gpus -= config.reward_model_share_of_engines
     return {"CPU": max(config.cluster.cpus_per_worker, processes), "GPU": gpus}
-
-
-def shared_gpu(config: Config) -> float:
-    """Return the part of an engine's GPU that is reserved for the reward models of a held-out score."""
-    share = config.reward_model_gpus
-    return share if share < 1 and config.measures_with_reward_models else 0
 
 
 def engine_processes(config: Config) -> int:
@@ -238,7 +233,7 @@ def solve_shard(
         llm = LLM(
             **llm_arguments(path, config),
             **parallel_arguments(engine_processes(config)),
-            gpu_memory_utilization=0.9 - shared_gpu(config),  # nothing else uses these GPUs
+            gpu_memory_utilization=engine_memory(config),
         )
 
     def run_requests(
@@ -268,6 +263,12 @@ def solve_shard(
             converse = partial(source.sample, generate=run_requests)
         columns = solve_problems(problems, config, tokenizer, run_requests, recorded, converse)
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+
+
+def engine_memory(config: Config) -> float:
+    """Return the part of its GPU's memory that an engine which measures takes: all but that of reward models."""
+    beside = reward_model_memory(config) / gpu_bytes() if config.reward_model_share_of_engines else 0
+    return 0.9 - beside
 
 
 def parallel_arguments(processes: int) -> dict[str, Any]:

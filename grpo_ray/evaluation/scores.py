@@ -141,7 +141,7 @@ def combined_reward(config: Config, source: str = "") -> HeldoutScore:
     """Return the weighted sum of the run's rewards as a score.
 
     Args:
-        source: name of the source of a mixture whose rewards are meant, none of them a reward model; "" for all.
+        source: name of the source of a mixture whose rewards are meant; "" for all.
 
     Raises:
         RewardError: a reward cannot be loaded.

@@ -709,10 +709,10 @@ def reward_model_memory(config: Config) -> int:
     Raises:
         ConfigError: the config of a reward model cannot be read.
     """
-    if not 0 < config.rewards.model_gpus < 1 or not config.rewards.models:
+    if not 0 < config.reward_model_gpus < 1:
         return 0
     number_bytes = BYTES_PER_NUMBER[config.dtype]
-    shapes = [model_shape(path, config.model.trust_remote_code, "rewards.functions") for path in config.rewards.models]
+    shapes = [reward_model_shape(path, config.model.trust_remote_code) for path in config.rewards.models]
     layer = max(_forward_layer(shape, REWARD_MODEL_TOKENS, number_bytes) for shape in shapes)
     return CONTEXT + layer + sum(number_bytes * shape.parameters for shape in shapes)
 
@@ -723,25 +723,52 @@ def adapter_parameters(shape: ModelShape, rank: int) -> int:
     return rank * shape.layers * (attention + 3 * (shape.hidden_size + shape.intermediate_size))
 
 
-def model_shape(path: str, trust_remote_code: bool = False, field: str = "model.path") -> ModelShape:
-    """Read a model's config and count its parameters as a language model, without loading its weights.
+def model_shape(path: str, trust_remote_code: bool = False) -> ModelShape:
+    """Read a model's config and count its parameters, without loading its weights.
 
     Args:
         path: local folder or hub id.
-        field: field of the config that names it, for the message.
 
     Raises:
         ConfigError: the config cannot be read, or is not that of a causal language model.
     """
+    from transformers import AutoModelForCausalLM
+
+    config, model = _model_without_weights(path, AutoModelForCausalLM, trust_remote_code, "model.path")
+    tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    return _shape_of(config, model, tied)
+
+
+def reward_model_shape(path: str, trust_remote_code: bool = False) -> ModelShape:
+    """Read a reward model's config and count its parameters, without loading its weights.
+
+    Args:
+        path: local folder or hub id.
+
+    Raises:
+        ConfigError: the config cannot be read, or transformers has no sequence classifier of this kind.
+    """
+    from transformers import AutoModelForSequenceClassification
+
+    model_class = AutoModelForSequenceClassification
+    config, model = _model_without_weights(path, model_class, trust_remote_code, "rewards.functions")
+    return _shape_of(config, model, tied_embeddings=True)  # there is no output embedding
+
+
+def _model_without_weights(path: str, model_class: Any, trust_remote_code: bool, field: str) -> tuple[Any, Any]:
+    """Return a model's config, and the model on torch's meta device."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
         with torch.device("meta"):  # parameters without memory: a 72B model takes a tenth of a second
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+            return config, model_class.from_config(config, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{field}={path}: the config cannot be read: {str(error).splitlines()[0]}") from None
+
+
+def _shape_of(config: Any, model: Any, tied_embeddings: bool) -> ModelShape:
     text = config.get_text_config()
     heads = text.num_attention_heads
     head_size = getattr(text, "head_dim", None) or text.hidden_size // heads
@@ -756,6 +783,6 @@ def model_shape(path: str, trust_remote_code: bool = False, field: str = "model.
         query_size=heads * head_size,
         key_value_size=(getattr(text, "num_key_value_heads", None) or heads) * head_size,
         vocabulary=text.vocab_size,
-        tied_embeddings=model.get_output_embeddings().weight is model.get_input_embeddings().weight,
+        tied_embeddings=tied_embeddings,
         context_length=text.max_position_embeddings,
     )

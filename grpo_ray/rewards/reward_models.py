@@ -8,8 +8,9 @@
 A reward model is a sequence classifier with one output, as in TRL, which renders prompt and completion with the model's
 own chat template. The numbers are those of TRL up to rounding, since other texts may share a pass.
 
-The actor starts again if its process or node is lost, and answers the calls that were lost with it, so the workers go
-on training. It is no part of their process group, and holds no state: a resumed run gets the same numbers.
+The actor starts again if its process or node is lost, loads the models anew, and answers the calls that were lost with
+it, so the workers go on training. It is no part of their process group, and has no state of the run: a resumed run gets
+the same numbers.
 """
 
 import hashlib
@@ -25,6 +26,7 @@ from grpo_ray.config.schema import Config, RewardsConfig
 from grpo_ray.device import compute_device, device_environment
 from grpo_ray.errors import RewardError
 from grpo_ray.models.memory import REWARD_MODEL_TOKENS
+from grpo_ray.resilience.error_triage import describe_worker_error
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -32,7 +34,8 @@ if TYPE_CHECKING:
 Messages = Sequence[Mapping[str, Any]]
 
 CALL_RETRIES = 3
-"""Times that a call is repeated after the actor has died, before it counts as failed."""
+"""Times that a call is repeated after the actor has died, before it counts as failed. Models are loaded in calls, so a
+process that dies while it loads is counted too."""
 
 
 @dataclass(frozen=True)
@@ -43,18 +46,29 @@ class RewardModel:
     tokenizer: "PreTrainedTokenizerBase"
 
     @classmethod
-    def load(cls, path: str, *, device: str, dtype: str, trust_remote_code: bool) -> "RewardModel":
-        """Load a model from a folder or the hub."""
+    def load(cls, path: str, *, device: str, arguments: Mapping[str, Any], trust_remote_code: bool) -> "RewardModel":
+        """Load a model from a folder or the hub.
+
+        Args:
+            arguments: further arguments of `from_pretrained`.
+
+        Raises:
+            RewardError: it has no weights for its output: it is no sequence classifier.
+        """
         from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
         if tokenizer.pad_token is None:
             tokenizer.pad_token = tokenizer.eos_token
-        model = AutoModelForSequenceClassification.from_pretrained(
-            path, num_labels=1, dtype=dtype, trust_remote_code=trust_remote_code
+        model, info = AutoModelForSequenceClassification.from_pretrained(
+            path, num_labels=1, trust_remote_code=trust_remote_code, output_loading_info=True, **arguments
         )
+        if missing := sorted(info["missing_keys"]):  # transformers would fill them with random numbers
+            raise RewardError(f"it has no weights {', '.join(missing)}: it is no sequence classifier with one output")
+        text_config = model.config.get_text_config()
         # A classifier reads the output at the last token that is no padding.
-        model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
+        text_config.pad_token_id = tokenizer.pad_token_id
+        text_config.use_cache = False  # of keys and values, which nothing reads again
         return cls(model.eval().to(device), tokenizer)
 
     def score(self, texts: Sequence[str]) -> list[float]:
@@ -102,7 +116,7 @@ class RewardModels:
         paths: Sequence[str],
         *,
         device: str,
-        dtype: str,
+        arguments: Mapping[str, Any],
         threads: int,
         trust_remote_code: bool,
         chat_template_kwargs: Mapping[str, Any],
@@ -110,21 +124,40 @@ class RewardModels:
         """
         Args:
             paths: folders or hub ids.
+            arguments: further arguments of `from_pretrained`.
             threads: compute threads on the CPU.
             chat_template_kwargs: variables of the models' chat templates.
         """
-        import torch
-
-        torch.set_num_threads(threads)
+        self._paths = paths
+        self._device, self._arguments, self._threads = device, arguments, threads
+        self._trust_remote_code = trust_remote_code
         self._chat_template_kwargs = chat_template_kwargs
-        self._models = {
-            path: RewardModel.load(path, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
-            for path in paths
-        }
+        self._models: dict[str, RewardModel] = {}
 
-    def is_ready(self) -> bool:
-        """Return True: the models are loaded."""
-        return True
+    # An error in the constructor would end the actor for good, and it could not load the models later. So they are
+    # loaded by the first call.
+    def load(self) -> None:
+        """Load the models. Raises RewardError, with the model and the reason in one line."""
+        for path in self._paths:
+            self._model(path)
+
+    def _model(self, path: str) -> RewardModel:
+        if path not in self._models:
+            import torch
+
+            torch.set_num_threads(self._threads)
+            try:
+                self._models[path] = RewardModel.load(
+                    path,
+                    device=self._device,
+                    arguments=self._arguments,
+                    trust_remote_code=self._trust_remote_code,
+                )
+            except Exception as error:  # of any kind: files, code of the model, the hub, memory
+                text = str(error).strip()
+                reason = text.splitlines()[0] if text else type(error).__name__
+                raise RewardError(f"rewards.functions: the reward model {path} cannot be loaded: {reason}") from error
+        return self._models[path]
 
     def score(self, path: str, prompts: Sequence[Messages | str], completions: Sequence[Messages | str]) -> list[float]:
         """Return the rewards of a model, (B,).
@@ -133,10 +166,13 @@ class RewardModels:
             path: the model's entry of `rewards.functions`.
             prompts: (B,) chat messages, or plain texts.
             completions: (B,) of the same kind.
+
+        Raises:
+            RewardError: the model cannot be loaded again after a failure.
         """
         from trl.data_utils import apply_chat_template
 
-        model = self._models[path]
+        model = self._model(path)
         return model.score([
             prompt + completion
             if isinstance(prompt, str) and isinstance(completion, str)
@@ -179,7 +215,7 @@ class ModelReward:
         try:
             return await actor.score.remote(self._path, prompts, completions)
         except ray.exceptions.RayError as error:
-            raise RewardError(f"the reward model {self._path} failed: {_reason(error)}") from error
+            raise _reward_error(error, f"the reward model {self._path} failed") from error
 
 
 def actor_name(rewards: RewardsConfig) -> str:
@@ -213,10 +249,10 @@ def running_reward_models(config: Config) -> Iterator[None]:
         _running[name] = handle, uses + 1
     try:
         try:
-            ray.get(handle.is_ready.remote())
+            ray.get(handle.load.remote())
         except ray.exceptions.RayError as error:
             models = " and ".join(config.rewards.models)
-            raise RewardError(f"rewards.functions: {models} cannot be loaded: {_reason(error)}") from None
+            raise _reward_error(error, f"rewards.functions: {models} cannot be loaded") from None
         yield
     finally:
         with _lock:
@@ -244,15 +280,14 @@ def _start(config: Config, name: str) -> Any:
     return actor.remote(
         config.rewards.models,
         device=compute_device(cluster.use_gpu) if share else "cpu",
-        dtype=config.dtype,
+        arguments={"dtype": config.dtype} | dict(config.grpo.trl.get("model_init_kwargs") or {}),
         threads=cluster.threads_per_worker or cluster.cpus_per_worker,
         trust_remote_code=config.model.trust_remote_code,
         chat_template_kwargs=config.chat_template_kwargs,
     )
 
 
-def _reason(error: BaseException) -> str:
-    """Return the last line of an error: of an actor that could not be created, Ray shows the whole traceback."""
+def _reward_error(error: BaseException, what: str) -> RewardError:
+    """Return an error of the actor in one line: that which it raised, or else why there is no answer."""
     cause = getattr(error, "cause", None)
-    lines = str(cause if isinstance(cause, BaseException) else error).strip().splitlines()
-    return lines[-1].strip() if lines else type(error).__name__
+    return cause if isinstance(cause, RewardError) else RewardError(f"{what}: {describe_worker_error(error)}")

@@ -6,25 +6,34 @@ from typing import Any
 
 
 def write_reward_model(folder: Path, policy: Path) -> Path:
-    """Write a sequence classifier of a policy's size to a folder, as users have them; return the folder."""
+    """Write a sequence classifier of a policy's size to a folder; return the folder.
+
+    Like many of them it has no padding token, neither in its config nor in its tokenizer.
+    """
     import torch
     from transformers import AutoConfig, AutoTokenizer, Qwen2ForSequenceClassification
 
     torch.manual_seed(3)
-    model = Qwen2ForSequenceClassification(AutoConfig.from_pretrained(policy, num_labels=1))
+    config = AutoConfig.from_pretrained(policy, num_labels=1, pad_token_id=None)
+    model = Qwen2ForSequenceClassification(config)
     torch.nn.init.normal_(model.score.weight)
     model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(policy).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(policy, pad_token=None).save_pretrained(folder)
     return folder
 
 
 def score_alone(folder: Path, texts: Sequence[str]) -> list[float]:
-    """Return the model's output for each text in a pass of its own, without padding."""
+    """Return the model's output for each text in a pass of its own, without padding.
+
+    As in TRL, the end token stands for a padding token where there is none, so that a text is read up to the token
+    before it.
+    """
     import torch
     from transformers import AutoTokenizer, Qwen2ForSequenceClassification
 
     model = Qwen2ForSequenceClassification.from_pretrained(folder, num_labels=1).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
+    model.config.pad_token_id = tokenizer.pad_token_id or tokenizer.eos_token_id
     with torch.inference_mode():
         inputs = [tokenizer(text, return_tensors="pt", add_special_tokens=False) for text in texts]
         return [float(model(**each).logits[0, 0]) for each in inputs]

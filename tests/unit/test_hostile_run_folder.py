@@ -90,7 +90,7 @@ def mixture(**data: Any) -> dict[str, Any]:
 def test_eval_runs_rewards_of_a_mixture_only_with_the_users_flag() -> None:
     trust: dict[str, Any] = {"data_is_given": False, "trusts_tools": False, "trusts_engine": False}
     recorded = mixture()
-    with pytest.raises(ConfigError, match="its own code evil:b, which is not run"):  # evil:a scores nothing
+    with pytest.raises(ConfigError, match="its own code or model evil:b, which is not run"):  # evil:a scores nothing
         evaluation_settings(recorded, **trust)
     taken = evaluation_settings(recorded, **trust, trusts_rewards=True)
     assert taken["rewards"] == {"functions": ["correctness", "boxed_format", "evil:b"], "settings": {}}
@@ -228,6 +228,14 @@ def strangers_rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[s
     return {"functions": ["strangers_rewards:f"], "settings": {"strangers_rewards:f": {"x": 1}}, "strict": False}
 
 
+def test_eval_loads_a_reward_model_of_the_run_folder_only_with_the_users_flag(tmp_path: Path) -> None:
+    checkpoint = stranger(tmp_path, {"rewards": {"functions": ["boxed_format", "strangers/model"]}})
+    with pytest.raises(ConfigError, match="its own code or model strangers/model, which is not run on its behalf"):
+        eval_config(checkpoint)
+    assert eval_config(checkpoint, "--trust-rewards").rewards.functions == ("boxed_format", "strangers/model")
+    assert eval_config(checkpoint, "heldout.score=correctness").rewards.functions == ("correctness",)
+
+
 @pytest.mark.parametrize("own", [[], ["correctness"]], ids=["alone", "with correctness"])
 def test_eval_imports_no_reward_of_the_run_folder(
     tmp_path: Path, strangers_rewards: dict[str, Any], own: list[str]
@@ -246,7 +254,9 @@ def test_eval_scores_with_code_of_the_run_folder_only_with_the_users_flag(
 ) -> None:
     recorded = {"rewards": strangers_rewards, "heldout": {"score": score}, "grpo": {"reward_weights": [2.0]}}
     checkpoint = stranger(tmp_path, recorded)
-    with pytest.raises(ConfigError, match=r"its own code strangers_rewards:.*--trust-rewards.*heldout\.score="):
+    with pytest.raises(
+        ConfigError, match=r"its own code or model strangers_rewards:.*--trust-rewards.*heldout\.score="
+    ):
         eval_config(checkpoint)
     trusted = eval_config(checkpoint, "--trust-rewards")
     if score == "strangers_rewards:g":

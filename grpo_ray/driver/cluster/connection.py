@@ -326,6 +326,14 @@ def evaluation_shortage(config: Config, nodes: Sequence[Mapping[str, float]]) ->
             f"largest node has {largest:.0f}",
             remedy,
         )
+    of_models = 1 if config.measures_with_reward_models and config.reward_model_gpus == 1 else 0
+    total = sum(node.get("GPU", 0) for node in nodes)
+    if total < gpus + of_models:
+        return Shortage(
+            f"measuring held-out problems with reward models and rewards.model_gpus=1 needs {gpus + of_models} GPUs, "
+            f"and the cluster has {total:.0f}",
+            "set rewards.model_gpus=0.25, which shares the engine's GPU, or 0, which uses the CPU",
+        )
     most_cpus = max(node.get("CPU", 0) for node in large_enough)
     if most_cpus < cpus:
         return Shortage(

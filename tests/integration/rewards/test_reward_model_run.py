@@ -70,7 +70,9 @@ def test_actor_answers_again_after_its_process_has_died(cluster: None, judge: Pa
 def test_models_that_cannot_be_loaded_are_one_line(cluster: None, judge: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text((judge / "config.json").read_text())
     with (
-        pytest.raises(RewardError, match=r"^rewards\.functions: \S+ cannot be loaded: .+") as caught,
+        pytest.raises(
+            RewardError, match=rf"^rewards\.functions: .* {tmp_path} cannot be loaded: Error no file"
+        ) as caught,
         running_reward_models(config_of(f"rewards.functions=['{tmp_path}']")),
     ):
         pass

@@ -7,8 +7,11 @@ from reward_models import rendered, score_alone, write_reward_model
 
 from grpo_ray.config.loader import load_config
 from grpo_ray.config.schema import Config
+from grpo_ray.device import LOGICAL_GPU_BYTES, LOGICAL_GPUS
+from grpo_ray.errors import RewardError
+from grpo_ray.evaluation.evaluate import engine_memory, engine_resources
 from grpo_ray.models.embedded_policy import embedded_policy
-from grpo_ray.models.memory import CONTEXT, model_shape, reward_model_memory
+from grpo_ray.models.memory import CONTEXT, reward_model_memory, reward_model_shape
 from grpo_ray.resilience.elastic import scaling_config
 from grpo_ray.rewards.reward_models import RewardModels, actor_name, plan_passes
 
@@ -28,7 +31,12 @@ def config_of(*overrides: str) -> Config:
 
 def models_of(folder: Path) -> RewardModels:
     return RewardModels(
-        [str(folder)], device="cpu", dtype="float32", threads=1, trust_remote_code=False, chat_template_kwargs={}
+        [str(folder)],
+        device="cpu",
+        arguments={"dtype": "float32"},
+        threads=1,
+        trust_remote_code=False,
+        chat_template_kwargs={},
     )
 
 
@@ -79,14 +87,56 @@ def test_without_gpus_nothing_is_shared() -> None:
 
 def test_memory_beside_a_worker_counts_weights_and_a_pass(folder: Path) -> None:
     config = config_of(f"rewards.functions=['{folder}']", "cluster.use_gpu=true")
-    shape = model_shape(str(folder))
+    shape = reward_model_shape(str(folder))
     of_pass = reward_model_memory(config) - CONTEXT - 2 * shape.parameters
     numbers_per_token = (
         4 * shape.hidden_size + shape.query_size + 2 * shape.key_value_size + 3 * shape.intermediate_size
     )
     assert of_pass == 16_384 * 2 * numbers_per_token
-    for elsewhere in ("rewards.model_gpus=1", "rewards.model_gpus=0", "rewards.functions=[correctness]"):
-        assert reward_model_memory(config_of(f"rewards.functions=['{folder}']", elsewhere)) == 0
+    gpu = f"rewards.functions=['{folder}']", "cluster.use_gpu=true"
+    for elsewhere in ("rewards.model_gpus=1", "rewards.model_gpus=0", "cluster.use_gpu=false"):
+        assert reward_model_memory(config_of(*gpu, elsewhere)) == 0
+
+
+def test_memory_of_an_encoder_is_counted(tmp_path: Path) -> None:
+    from transformers import ModernBertConfig
+
+    sizes = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2}
+    ModernBertConfig(**sizes, vocab_size=100, pad_token_id=0).save_pretrained(tmp_path)
+    config = config_of(f"rewards.functions=['{tmp_path}']", "cluster.use_gpu=true")
+    assert reward_model_memory(config) > CONTEXT + 2 * 100 * 32
+
+
+def test_model_without_an_output_layer_is_refused_again_at_each_call(folder: Path, tmp_path: Path) -> None:
+    policy = embedded_policy()
+    models = models_of(policy)
+    for _ in range(2):
+        with pytest.raises(RewardError, match=rf"{policy} cannot be loaded: it has no weights score\.weight: it is no"):
+            models.score(str(policy), ["1"], ["2"])
+    with pytest.raises(RewardError, match=rf"^rewards\.functions: the reward model {tmp_path} cannot be loaded: "):
+        models_of(tmp_path).load()
+    models_of(folder).load()
+
+
+@pytest.mark.parametrize(
+    ("more", "gpus"),
+    [
+        ([], 1),  # measured by `correctness`, before and after training
+        (["heldout.score=reward"], 0.75),
+        (["run.measure=background"], 0.75),  # beside training
+        (["heldout.score=reward", "rewards.model_gpus=1"], 1),
+        (["heldout.score=reward", "rewards.model_gpus=0"], 1),
+        (["heldout.score=reward", "rewards.functions=[correctness]"], 1),
+    ],
+)
+def test_engines_that_measure_leave_room_for_the_models(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, more: list[str], gpus: float
+) -> None:
+    monkeypatch.setenv(LOGICAL_GPUS, "2")  # of 80 GiB each
+    config = config_of(f"rewards.functions=[correctness, '{folder}']", "cluster.use_gpu=true", *more)
+    assert engine_resources(config)["GPU"] == gpus
+    beside = reward_model_memory(config) / LOGICAL_GPU_BYTES if gpus < 1 else 0
+    assert engine_memory(config) == pytest.approx(0.9 - beside) and (beside > 0) == (gpus < 1)
 
 
 def test_actors_of_other_models_have_other_names() -> None:

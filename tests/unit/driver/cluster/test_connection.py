@@ -93,6 +93,30 @@ def test_cpus_beside_workers_hold_an_engine_in_the_background() -> None:
     assert "3 for an engine (run.measure=background) need 9 CPUs" in text(training_shortage(config, [{"CPU": 8}]))
 
 
+MODELS = "rewards.functions=[correctness, a/model]"
+
+
+def test_reward_models_of_their_own_gpu_need_one_more() -> None:
+    config = gpu_config(MODELS, "rewards.model_gpus=1", "heldout.score=reward")
+    assert training_shortage(config, gpus(2, 1)) is None
+    assert text(training_shortage(config, gpus(2))) == (
+        "rewards.model_gpus=1 needs a GPU for the reward models beside the 2 of the engines, and the cluster has 2; "
+        "set rewards.model_gpus=0.25, which shares the GPU of a worker, or use fewer workers"
+    )
+    assert evaluation_shortage(config, gpus(1, 1)) is None
+    assert "reward models and rewards.model_gpus=1 needs 2 GPUs, and the cluster has 1; set" in text(
+        evaluation_shortage(config, gpus(1))
+    )
+
+
+def test_reward_models_that_share_a_gpu_need_no_more() -> None:
+    config = gpu_config(MODELS, "heldout.score=reward")
+    assert training_shortage(config, gpus(2)) is None and evaluation_shortage(config, gpus(1)) is None
+    beside = gpu_config(MODELS, BACKGROUND)  # the engine measures on a GPU of its own
+    assert training_shortage(beside, gpus(3)) is None
+    assert "needs 1 GPU for an engine beside those of cluster.num_workers=2" in text(training_shortage(beside, gpus(2)))
+
+
 def test_evaluation_shortage_engine_needs_all_gpus_of_one_node() -> None:
     config = gpu_config("cluster.num_workers=4", "grpo.vllm_tensor_parallel_size=4")
     assert evaluation_shortage(config, gpus(2, 4)) is None
