@@ -340,6 +340,9 @@ TESTS: dict[str, TestFiles] = {
         unit=("rewards/test_isolated.py",), integration=("rewards/test_isolated_run.py",)
     ),
     "rewards/judge.py": TestFiles(unit=("rewards/test_judge.py",), integration=("rewards/test_judge_run.py",)),
+    "rewards/reward_models.py": TestFiles(
+        unit=("rewards/test_reward_models.py",), integration=("rewards/test_reward_model_run.py",)
+    ),
     "rewards/verdicts.py": TestFiles(unit=("rewards/test_judge.py",), integration=("rewards/test_judge_run.py",)),
     "rewards/registry.py": TestFiles(
         unit=(
@@ -1254,6 +1257,30 @@ FAULTS = (
         "processes/request_client.py",
         "os.killpg(child.process.pid, signal.SIGKILL)",
         "child.process.kill()",
+    ),
+    Fault(
+        "scores-of-a-reward-model-in-the-order-of-its-passes",
+        "rewards/reward_models.py",
+        "for place, value in zip(places, logits[:, 0].float().tolist(), strict=True):",
+        "for place, value in zip(sorted(places), logits[:, 0].float().tolist(), strict=True):",
+    ),
+    Fault(
+        "reward-model-reads-its-padding",
+        "rewards/reward_models.py",
+        "text_config.pad_token_id = tokenizer.pad_token_id",
+        "pass",
+    ),
+    Fault(
+        "reward-models-that-die-stay-dead",
+        "rewards/reward_models.py",
+        "max_restarts=-1",
+        "max_restarts=0",
+    ),
+    Fault(
+        "cost-of-other-workers-is-not-counted",
+        "rewards/verdicts.py",
+        "self._cost += sum(cost for _, cost in self._read_new())",
+        "pass",
     ),
     Fault(
         "heldout-score-without-weights",
