@@ -24,6 +24,7 @@ from grpo_ray.rewards.registry import load_rewards
 from grpo_ray.rewards.reward_models import actor_name, running_reward_models
 
 PROMPTS = [[{"role": "user", "content": "7+5"}], [{"role": "user", "content": "1+2+3"}]]
+ON_LOGICAL_GPUS = pytest.mark.skipif(cuda_of_torch() is not None, reason="the installed torch computes on real GPUs")
 COMPLETIONS = [[{"role": "assistant", "content": "12"}], [{"role": "assistant", "content": "It may be 7."}]]
 
 
@@ -80,14 +81,7 @@ def test_models_that_cannot_be_loaded_are_one_line(cluster: None, judge: Path, t
 
 
 @pytest.mark.parametrize(
-    "gpus",
-    [
-        pytest.param(
-            True,
-            marks=pytest.mark.skipif(cuda_of_torch() is not None, reason="the installed torch computes on real GPUs"),
-        ),
-        pytest.param(False, marks=pytest.mark.slow),
-    ],
+    "gpus", [pytest.param(True, marks=ON_LOGICAL_GPUS), pytest.param(False, marks=pytest.mark.slow)]
 )
 def test_reward_model_scores_beside_a_function(
     small_run: Callable[..., Any], judge: Path, monkeypatch: pytest.MonkeyPatch, gpus: bool
@@ -114,6 +108,21 @@ def test_reward_model_scores_beside_a_function(
     assert len(texts) >= 8 and score_alone(judge, texts) == pytest.approx(rewards, abs=1e-4)
     assert summary.heldout_before % 0.25 != 0  # correctness alone is a number of quarters
     wait_until_gone(actor_name(config_of(f"rewards.functions=[{judge}]").rewards))
+
+
+@pytest.mark.slow
+@ON_LOGICAL_GPUS
+@pytest.mark.parametrize("share", ["0.4", "1"])
+def test_checkpoints_are_measured_in_the_background_with_the_models_of_training(
+    small_run: Callable[..., Any], judge: Path, monkeypatch: pytest.MonkeyPatch, share: str
+) -> None:
+    monkeypatch.setenv(LOGICAL_GPUS, "4")
+    summary, folder = small_run(
+        "background", f"rewards.functions=[{judge}]", f"rewards.model_gpus={share}", "run.measure=background",
+        "cluster.use_gpu=true", "model.dtype=float32", "cluster.num_workers=2", "data.heldout_limit=4",
+    )  # fmt: skip
+    measured = [row["heldout/accuracy"] for row in rows_of(folder) if "heldout/accuracy" in row]
+    assert len(measured) == 2 and summary.heldout_after in measured  # steps 2 and 4
 
 
 @pytest.mark.slow
