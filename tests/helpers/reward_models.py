@@ -45,3 +45,25 @@ def rendered(folder: Path, messages: Sequence[Mapping[str, Any]]) -> str:
     from trl.data_utils import apply_chat_template
 
     return str(apply_chat_template({"messages": list(messages)}, AutoTokenizer.from_pretrained(folder))["text"])
+
+
+Cases = Sequence[tuple[list[Any], list[Any]]]
+"""(B,) prompts and (B,) completions of each case."""
+
+
+def score_with_trl(rank: int, folder: str, policy: str, cases: Cases) -> list[list[float]]:
+    """Return the rewards of each case by a stock trainer of TRL. Runs in a worker of `worker_group`."""
+    import tempfile
+
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+
+    sizes = {"num_generations": 2, "per_device_train_batch_size": 2}
+    with tempfile.TemporaryDirectory() as output:
+        args = GRPOConfig(output_dir=output, use_cpu=True, bf16=False, report_to="none", **sizes)
+        rows = Dataset.from_dict({"prompt": ["-"]})
+        trainer = GRPOTrainer(model=policy, reward_funcs=[folder], args=args, train_dataset=rows)
+    return [
+        trainer._calculate_rewards([{"prompt": each} for each in prompts], prompts, completions, [])[:, 0].tolist()
+        for prompts, completions in cases
+    ]

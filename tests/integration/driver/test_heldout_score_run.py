@@ -70,7 +70,7 @@ def test_run_without_solutions_is_measured_and_ranked_by_its_rewards(
 
     # `eval` measures the same, but runs the folder's rewards only if it may.
     assert main(["eval", summary.best_checkpoint]) == 2
-    assert re.search("own code own_rewards:digits.*--trust-rewards", capsys.readouterr().err)
+    assert re.search("own code or model own_rewards:digits.*--trust-rewards", capsys.readouterr().err)
     assert main(["eval", summary.best_checkpoint, "--trust-rewards", "--json", str(tmp_path / "eval.json")]) == 0
     assert "mean score" in capsys.readouterr().out
     evaluation = json.loads((tmp_path / "eval.json").read_text())
@@ -82,6 +82,7 @@ def test_run_without_solutions_is_measured_and_ranked_by_its_rewards(
     assert "Held-out score" in page.read_text() and "Held-out accuracy" not in page.read_text()
 
 
+@pytest.mark.slow
 def test_killed_run_without_solutions_ends_with_the_same_bits(
     run: FinishedRun, settings: list[str], small_run: Callable[..., Any]
 ) -> None:

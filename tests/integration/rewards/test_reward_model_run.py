@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import ray
 from faulty_runs import outcome_of, same
-from reward_models import rendered, score_alone, write_reward_model
+from reward_models import rendered, score_alone, score_with_trl, write_reward_model
 from small_runs import groups_of, rows_of
+from worker_group import run_workers
 
 from grpo_ray.cli import main
 from grpo_ray.config.loader import load_config
@@ -21,7 +22,7 @@ from grpo_ray.errors import RewardError
 from grpo_ray.resilience.chaos import Fault
 from grpo_ray.resilience.gpu_driver import cuda_of_torch
 from grpo_ray.rewards.registry import load_rewards
-from grpo_ray.rewards.reward_models import actor_name, running_reward_models
+from grpo_ray.rewards.reward_models import RewardModels, actor_name, running_reward_models
 
 PROMPTS = [[{"role": "user", "content": "7+5"}], [{"role": "user", "content": "1+2+3"}]]
 ON_LOGICAL_GPUS = pytest.mark.skipif(cuda_of_torch() is not None, reason="the installed torch computes on real GPUs")
@@ -42,6 +43,18 @@ def score(config: Config) -> list[float]:
     [reward, *_] = load_rewards(config.rewards)
     rewards: list[float] = asyncio.run(reward(prompts=PROMPTS, completions=COMPLETIONS))
     return rewards
+
+
+def test_scores_equal_those_of_trl(policy: Path, judge: Path) -> None:
+    cases: list[tuple[list[Any], list[Any]]] = [(PROMPTS, COMPLETIONS), (["7+5=", "1+2+3="], ["12", " It may be 7."])]
+    [expected] = run_workers(score_with_trl, 1, str(judge), str(policy), cases)
+    models = RewardModels(
+        [str(judge)], device="cpu", arguments={"dtype": "float32"}, threads=1, trust_remote_code=False,
+        chat_template_kwargs={},
+    )  # fmt: skip
+    for (prompts, completions), rewards in zip(cases, expected, strict=True):
+        assert models.score(str(judge), prompts, completions) == pytest.approx(rewards, abs=1e-5)
+        assert abs(rewards[0] - rewards[1]) > 0.01
 
 
 def wait_until_gone(name: str) -> None:
@@ -68,6 +81,7 @@ def test_actor_answers_again_after_its_process_has_died(cluster: None, judge: Pa
         score(config)
 
 
+@pytest.mark.slow
 def test_models_that_cannot_be_loaded_are_one_line(cluster: None, judge: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text((judge / "config.json").read_text())
     with (

@@ -100,7 +100,7 @@ def test_dynamic_sampling_stream_ends_inside_step_raises(tmp_path: Path) -> None
         train_on_stream(DynamicSamplingLearner, tmp_path, range(4), max_steps=1)
 
 
-@pytest.mark.parametrize(("workers", "accumulation"), [(2, 2), (4, 1)])
+@pytest.mark.parametrize(("workers", "accumulation"), [(2, 2), pytest.param(4, 1, marks=pytest.mark.slow)])
 def test_dynamic_sampling_same_step_for_any_number_of_workers(tmp_path: Path, workers: int, accumulation: int) -> None:
     alone, trainer = train_on_stream(DynamicSamplingLearner, tmp_path, whole_stream())
     results = run_workers(train_dynamic_sampling, workers, str(tmp_path), accumulation)
