@@ -132,10 +132,9 @@ class RewardModels:
         self._device, self._arguments, self._threads = device, arguments, threads
         self._trust_remote_code = trust_remote_code
         self._chat_template_kwargs = chat_template_kwargs
+        # Loaded by calls: an error in the constructor would end the actor for good, and it could not try again.
         self._models: dict[str, RewardModel] = {}
 
-    # An error in the constructor would end the actor for good, and it could not load the models later. So they are
-    # loaded by the first call.
     def load(self) -> None:
         """Load the models. Raises RewardError, with the model and the reason in one line."""
         for path in self._paths:

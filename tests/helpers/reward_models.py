@@ -33,7 +33,7 @@ def score_alone(folder: Path, texts: Sequence[str]) -> list[float]:
 
     model = Qwen2ForSequenceClassification.from_pretrained(folder, num_labels=1).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    model.config.pad_token_id = tokenizer.pad_token_id or tokenizer.eos_token_id
+    model.config.pad_token_id = tokenizer.eos_token_id
     with torch.inference_mode():
         inputs = [tokenizer(text, return_tensors="pt", add_special_tokens=False) for text in texts]
         return [float(model(**each).logits[0, 0]) for each in inputs]

@@ -2,13 +2,13 @@
 
 import asyncio
 import json
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
+from failing_storage import wait_for
 from faulty_runs import outcome_of, same
 from reward_models import rendered, score_alone, score_with_trl, write_reward_model
 from small_runs import groups_of, rows_of
@@ -58,14 +58,14 @@ def test_scores_equal_those_of_trl(policy: Path, judge: Path) -> None:
 
 
 def wait_until_gone(name: str) -> None:
-    end = time.monotonic() + 120
-    while True:
+    def is_gone() -> bool:
         try:
             ray.get_actor(name)
         except ValueError:
-            return
-        assert time.monotonic() < end, "the actor is still running"
-        time.sleep(0.1)
+            return True
+        return False
+
+    wait_for(is_gone, "the end of the actor", 120)
 
 
 def test_actor_answers_again_after_its_process_has_died(cluster: None, judge: Path) -> None:
