@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except Exception as error:  # of any library; all are raised again, except for causes with known advice
         if isinstance(error, BrokenPipeError) and _has_lost_reader(sys.stdout):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python writes what is left when it ends
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes stdout when it exits
             return 128 + signal.SIGPIPE
         if is_memory_kill(error):
             print(f"grpo-ray: a process of Ray died: {MEMORY_ADVICE}", file=sys.stderr)
@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _has_lost_reader(stream: TextIO) -> bool:
-    """Return True if the program that reads a pipe has ended, such as `head`."""
+    """Return True if a stream is a pipe whose reader, such as `head`, has ended."""
     poll = select.poll()
     poll.register(stream.fileno(), 0)  # errors are reported in any case
     return any(event & select.POLLERR for _, event in poll.poll(0))
@@ -344,7 +344,7 @@ def run_attack(
     from grpo_ray.driver.attack import plan_attack, probe_rewards, train_against
     from grpo_ray.driver.tables import print_attack, print_probes
 
-    planned = plan_attack(config)  # refused before anything is paid for
+    planned = plan_attack(config)  # raises ConfigError before any work is done
     probes = probe_rewards(config, columns)
     print_probes(probes)
     record("probes", [each.to_dict() for each in probes])
@@ -388,7 +388,7 @@ def run_eval(arguments: argparse.Namespace) -> int:
             progress.notice(notice)
         require_engine_system(config)
         _, heldout = open_splits(config, partial(needs_solutions, config))
-        if arguments.heldout:  # the other sources of a mixture
+        if arguments.heldout:  # leave out the sets of a mixture's other sources
             heldout = {key: split for key, split in heldout.items() if heldout_label(key) == arguments.heldout}
         checkpoint = absolute_model(arguments.checkpoint)  # tasks of the cluster have other working folders
         policy = evaluated_policy(config, checkpoint)
@@ -540,7 +540,7 @@ def load_eval_config(arguments: argparse.Namespace) -> Config:
 
 
 def given_score(overrides: Sequence[str]) -> str | None:
-    """Return the value of `heldout.score` among overrides, the last one; None if there is none, or it is null."""
+    """Return the value that the last override of `heldout.score` sets; None if there is none, or the value is null."""
     values = [value for key, _, value in (word.partition("=") for word in overrides) if key == "heldout.score"]
     return values[-1] if values and values[-1] not in ("", "null") else None
 
@@ -557,10 +557,10 @@ def with_samples(config: Config, num_samples: int) -> Config:
 
 
 def with_suite(config: Config, suite: str, overrides: Sequence[str]) -> Config:
-    """Return the config with benchmarks as held-out sets, all of their problems unless an override limits them.
+    """Return the config with benchmarks as held-out sets, with all of their problems unless an override limits them.
 
-    Completions may call the run's tools. Its environments, rollout function, form of completions, rewards and training
-    problems are left out.
+    Completions may still call the run's tools. The run's environments, rollout function, form of completions, rewards
+    and training problems are removed.
     """
     rollout = config.rollout
     is_limited = any(word.startswith("data.heldout_limit=") for word in overrides)
@@ -593,7 +593,11 @@ def with_heldout(config: Config, heldout: str | Mapping[str, str]) -> Config:
 
 
 def named_heldout_set(config: Config, name: str) -> str | None:
-    """Return the dataset of a named held-out set; None for that of a source of a mixture. Raises ConfigError."""
+    """Return the dataset of a named held-out set; None if the set belongs to a source of a mixture.
+
+    Raises:
+        ConfigError: there is no set of this name.
+    """
     sets = config.data.heldout
     if not isinstance(sets, Mapping) and config.is_mixture:
         names = list(map(heldout_label, config.heldout_keys))

@@ -27,7 +27,7 @@ def compute_device(use_gpu: bool) -> Literal["cuda", "cpu"]:
         use_gpu: `cluster.use_gpu`.
 
     Raises:
-        ConfigError: `GRPO_RAY_LOGICAL_GPUS` is no whole number above 0.
+        ConfigError: `GRPO_RAY_LOGICAL_GPUS` is not a whole number above 0.
     """
     return "cuda" if use_gpu and logical_gpus() is None else "cpu"
 
@@ -44,7 +44,7 @@ def gpu_bytes() -> int:
 def select_device(use_gpu: bool) -> None:
     """Make accelerate compute on `compute_device` in this worker. Call it before accelerate is imported.
 
-    Where Ray Train has reserved a GPU, it has also selected it for accelerate, without checking that it exists.
+    Ray Train selects the reserved GPU for accelerate without checking that it exists; a logical GPU does not.
     """
     if compute_device(use_gpu) == "cpu":
         os.environ[ACCELERATE_DEVICE] = "cpu"
@@ -54,7 +54,7 @@ def logical_gpus() -> int | None:
     """Return the value of `GRPO_RAY_LOGICAL_GPUS`; None if it is unset or empty, so that real GPUs are used.
 
     Raises:
-        ConfigError: `GRPO_RAY_LOGICAL_GPUS` is no whole number above 0.
+        ConfigError: `GRPO_RAY_LOGICAL_GPUS` is not a whole number above 0.
     """
     text = os.environ.get(LOGICAL_GPUS)
     if not text:

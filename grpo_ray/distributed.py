@@ -21,5 +21,5 @@ def all_gather_object(value: Any) -> list[Any]:
 
 
 def is_rank_zero() -> bool:
-    """Return whether this worker has rank 0; a single process has."""
+    """Return True if this worker has rank 0, or is the only process."""
     return not dist.is_initialized() or dist.get_rank() == 0

@@ -1,7 +1,7 @@
 """Benchmarks that `grpo-ray eval --suite` and `data.heldout` name: where they are, and how completions are scored.
 
-A benchmark is named as NAME, or as NAME=PATH where its files are elsewhere. `data/benchmarks.py` makes problems of its
-rows.
+A benchmark is named as NAME, or as NAME=PATH if its files are elsewhere. `data/benchmarks.py` converts its rows to
+problems.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ class Benchmark:
 
     name: str
     path: str
-    """Its files."""
+    """URI of its files, which may be a glob pattern."""
     score: str
     """Score of a completion: a built-in value of `heldout.score`."""
 
@@ -60,7 +60,10 @@ def find_benchmark(dataset: str) -> tuple[Benchmark, str] | None:
 
 
 def parse_suite(words: str) -> dict[str, str]:
-    """Return the held-out sets of a value of `--suite`, NAME[=PATH] with commas between them.
+    """Parse a value of `--suite`, a comma-separated list of NAME[=PATH].
+
+    Returns:
+        Name of each benchmark -> its entry, as a value of `data.heldout`.
 
     Raises:
         ConfigError: there is no such benchmark, or it is named twice.

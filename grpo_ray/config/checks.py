@@ -194,7 +194,7 @@ def sampling_is_corrected_by_token(config: "Config") -> str | None:
 
 
 def structured_outputs_are_one_form(config: "Config") -> str | None:
-    """Require one form of whole completions, without options that may exclude all tokens that it allows."""
+    """Require one form in `rollout.structured_outputs`, single turns, and no option that may exclude all its tokens."""
     form = config.rollout.structured_outputs
     if form is None:
         return None
@@ -637,7 +637,7 @@ def environments_are_named_alike(config: "Config") -> str | None:
 
 
 def reward_names_differ(config: "Config") -> str | None:
-    """Require a distinct name for each reward, used by metrics and saved state, and reserve built-in names."""
+    """Require a distinct name for each reward, for its metrics and saved state, and refuse reserved names."""
     functions = config.rewards.functions
     names = [reward_name(each) for each in functions]
     for at, (function, name) in enumerate(zip(functions, names, strict=True)):
@@ -656,7 +656,7 @@ def reward_names_differ(config: "Config") -> str | None:
 
 
 def limits_are_of_isolated_rewards(config: "Config") -> str | None:
-    """Require `rewards.isolate` for its limits, and calls that end within `run.hang_seconds`."""
+    """Refuse limits of isolated rewards without `rewards.isolate`, and calls that may exceed `run.hang_seconds`."""
     rewards, defaults = config.rewards, type(config.rewards)()
     for name in ("isolate_seconds", "isolate_memory_gib"):
         if not rewards.isolate and (given := getattr(rewards, name)) != getattr(defaults, name):
@@ -700,7 +700,7 @@ def reward_models_have_a_share(config: "Config") -> str | None:
 
 
 def settings_are_of_rewards(config: "Config") -> str | None:
-    """Require a reward or held-out score for the settings of rewards that may be either."""
+    """Refuse `rewards.settings` of `choice` or `code_tests` if it is neither a reward nor a held-out score."""
     scores = [config.heldout_score_of(config.source_of(key)) for key in config.heldout_keys]
     for name in REWARD_SCORES:
         if name in config.rewards.settings and name not in (*config.rewards.functions, *scores):
@@ -712,7 +712,7 @@ def settings_are_of_rewards(config: "Config") -> str | None:
 
 
 def benchmarks_have_plain_completions(config: "Config") -> str | None:
-    """Refuse held-out benchmarks in a run whose completions are of an environment, a function or a given form."""
+    """Refuse held-out benchmarks if completions use an environment or a rollout function, or have a required form."""
     named = [each.dataset for each in config.heldout_sources.values() if find_benchmark(each.dataset)]
     if not named:
         return None
@@ -739,7 +739,7 @@ def heldout_score_is_known(config: "Config") -> str | None:
 
 
 def _mistaken_score(config: "Config", score: str, functions: Sequence[str]) -> str | None:
-    """Return the mistake of a score that is computed from these rewards."""
+    """Return the error message for a held-out score that is unknown or needs a missing environment; None if valid."""
     if score not in SCORES and ":" not in score:
         return (
             f"heldout.score={score} must be one of {', '.join(SCORES)} or package.module:function"

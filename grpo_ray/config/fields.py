@@ -183,7 +183,7 @@ def unknown_key_message(key: str, known: Sequence[str]) -> str:
 
 
 def _with_similar_field(wanted: str, paths: Sequence[str]) -> list[str]:
-    """Return the paths whose field name is the most similar one; none if no name is near."""
+    """Return the paths whose field name is the most similar to `wanted`; none if no name is similar."""
     names = [path.rpartition(".")[2] for path in paths]
     near = difflib.get_close_matches(wanted, names, n=1)
     return [path for path, name in zip(paths, names, strict=True) if name in near]

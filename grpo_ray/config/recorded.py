@@ -160,7 +160,8 @@ def _drop_training_data(data: dict[str, Any]) -> None:
 def _select_scores(settings: dict[str, dict[str, Any]], given: str | None, is_trusted: bool) -> None:
     """Set `heldout.score` in recorded settings, and drop the rewards that no score is computed from.
 
-    In a mixture each source may have a score of its own (`Config.heldout_score_of`), which is derived again.
+    In a mixture each source may have its own score. If `heldout.score` is not set, the scores are derived again from
+    the rewards of the sources (`Config.heldout_score_of`).
 
     Args:
         given: the user's own value; None: as recorded.
@@ -202,7 +203,7 @@ def _select_scores(settings: dict[str, dict[str, Any]], given: str | None, is_tr
 
 
 def _drop_code_limits(settings: dict[str, dict[str, Any]]) -> None:
-    """Drop the settings of `code_tests` that weaken or overload the sandbox, in which a stranger's policy runs code."""
+    """Drop the settings of `code_tests` that weaken or overload the sandbox: it runs code of an untrusted policy."""
     all_settings = settings.get("rewards", {}).get("settings")
     if isinstance(all_settings, Mapping) and isinstance(own := all_settings.get("code_tests"), Mapping):
         kept = {name: value for name, value in own.items() if name not in ("isolation", "parallel", "memory_gib")}
@@ -278,7 +279,7 @@ def untrusted_tools(*fields: Any) -> list[str]:
 
 
 def _texts(value: Any) -> list[str]:
-    """Return the texts of a setting: none, one, or several by name or in a list."""
+    """Return all texts in a setting: the setting itself, or those in a list or mapping, nested ones included."""
     if isinstance(value, Mapping | list | tuple):
         items = value.values() if isinstance(value, Mapping) else value
         return [text for item in items for text in _texts(item)]

@@ -32,10 +32,11 @@ SCORES = ("correctness", "environment", "reward", *REWARD_SCORES)
 """Built-in values of `heldout.score`."""
 
 VERDICTS = ("correctness", *REWARD_SCORES)
-"""Those of them by which a completion is right or wrong."""
+"""Scores that judge a completion as right or wrong."""
 
 MAX_ENDED_PROCESSES = 3
-"""Processes of an isolated reward that may end in a divided call before the remaining problems have no reward."""
+"""Number of processes of an isolated reward that may end while its failed call is repeated problem by problem; the
+remaining problems then get no reward."""
 
 
 def derived_score(functions: Collection[str]) -> str:

@@ -26,7 +26,7 @@ TokenId = Annotated[int, Field(ge=0)]
 
 @dataclass(frozen=True, kw_only=True)
 class StructuredOutputs:
-    """Form of all completions, by which engine and learner exclude tokens: one of the first four."""
+    """Required form of all completions, one of the first four fields; engine and learner exclude all other tokens."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(
         extra="forbid", revalidate_instances="always", use_attribute_docstrings=True, allow_inf_nan=False
@@ -37,7 +37,7 @@ class StructuredOutputs:
     json: Mapping[str, Any] | None = None
     """JSON schema of the document that is the completion; {}: any document."""
     choice: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(min_length=1)] | None = None
-    """Texts of which the completion is one."""
+    """Allowed completions."""
     grammar: Annotated[str, Field(min_length=1)] | None = None
     """Context-free grammar of the completion, in EBNF with the start symbol `root` (GBNF, as in llama.cpp)."""
 

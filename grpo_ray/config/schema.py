@@ -732,9 +732,10 @@ class Config:
 
     @property
     def gpus_per_worker(self) -> float:
-        """GPUs that each worker reserves: 0, 1, or what the reward models leave of one.
+        """GPUs that each worker reserves: 0, 1, or 1 minus the share of the reward models.
 
-        Any of the workers may be the one beside them. More than half of a GPU keeps two workers off the same one.
+        Every worker leaves this share free, since Ray may place the reward models beside any of them. Each worker
+        reserves more than half of a GPU, so that no two workers share one.
         """
         if not self.cluster.use_gpu:
             return 0
@@ -742,9 +743,10 @@ class Config:
 
     @property
     def reward_model_share_of_engines(self) -> float:
-        """Part of a GPU that an engine which measures leaves to the reward models.
+        """Part of a GPU that an engine for held-out problems leaves to the reward models.
 
-        They score its completions, or run beside it while it measures a checkpoint in the background.
+        Above 0 if the reward models score the engine's completions, or if the engine measures checkpoints in the
+        background while they score training completions.
         """
         shares = self.measures_with_reward_models or self.run.measure == "background"
         return self.reward_model_gpus if shares and self.reward_model_gpus < 1 else 0
@@ -806,7 +808,7 @@ class Config:
 
     @property
     def requires_isolation(self) -> bool:
-        """True if every machine must be able to confine processes, which run code that the policy writes."""
+        """True if every machine must be able to confine the processes that run code written by the policy."""
         scores = (self.heldout_score_of(self.source_of(key)) for key in self.heldout_keys)
         grades_programs = "code_tests" in (*self.rewards.functions, *scores)
         of_reward = self.rewards.settings.get("code_tests", {}).get("isolation", "required")

@@ -106,7 +106,7 @@ class Sizes:
 
     @property
     def most_problems(self) -> int:
-        """Upper bound of the problems that a launch draws: those of all steps and two more batches, in all rounds."""
+        """Upper bound of the problems that a launch draws: all steps and two more batches, each with all rounds."""
         grpo = self.config.grpo
         rounds = 1 + grpo.dynamic_sampling
         return (grpo.max_steps * grpo.prompts_per_step + 2 * self.prompts_per_generation) * rounds

@@ -4,7 +4,7 @@
 |---|---|
 | `OURS` | follows from other keys of the config, which are named |
 | `PASSED` | is checked here and passed to TRL |
-| `REFUSED` | is refused: it would have no effect, or break what the run promises |
+| `REFUSED` | is refused: it would have no effect, or break a guarantee of the run |
 
 Nothing here imports TRL. Types, defaults and meanings are in trl_fields.json, which
 `python scripts/trl_field_table.py` generates; tests/integration/config/test_trl_fields.py compares it with

@@ -3,7 +3,7 @@
 | table | the argument in `engine.vllm` |
 |---|---|
 | `OURS` | follows from other keys of the config, which are named |
-| `REFUSED` | is refused: it would have no effect, or break what the run promises |
+| `REFUSED` | is refused: it would have no effect, or break a guarantee of the run |
 | `REFUSED_VALUES` | is refused with some of its values |
 
 Every other argument passes to the engines of training and of evaluation (`inference/arguments.py`). Nothing here

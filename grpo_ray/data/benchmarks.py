@@ -1,4 +1,4 @@
-r"""Problems of benchmarks, made from their own rows.
+r"""Conversion of benchmarks' rows to problems.
 
 Questions end with an instruction for the form of the answer that the score reads: `\boxed{...}`, or a block of Python.
 The choices of a multiple-choice question are in an order that depends on their texts alone.
@@ -29,7 +29,7 @@ from functools import cache, lru_cache, reduce
 from heapq import heapify, heappop, heappush
 from itertools import accumulate, combinations, permutations, product
 from math import ceil, comb, floor, gcd, inf, sqrt"""
-"""Imports that the sites of LiveCodeBench's tasks make for a program."""
+"""Imports that every program gets on the websites of LiveCodeBench's tasks."""
 MAX_TESTS_BYTES = 1 << 28
 """Largest size of the tests of a problem after decompression."""
 TEXT_OPCODES = frozenset({"PROTO", "FRAME", "MEMOIZE", "BINPUT", "LONG_BINPUT", "STOP"})
@@ -43,16 +43,16 @@ class Form:
     columns: Mapping[str, str]
     """Our column -> the file's."""
     make: Callable[[Problem], Problem]
-    """Makes a problem of a row, which was read as one with these columns."""
+    """Function that converts a row, already read as a problem with these columns, to the benchmark's problem."""
 
     @property
     def has_solution(self) -> bool:
-        """True if rows have a solution, not tests."""
+        """True if rows have a solution; False if they have tests."""
         return "solution" in self.columns
 
 
 def math(problem: Problem) -> Problem:
-    """Return a problem of mathematics, whose answer may be LaTeX without dollar signs."""
+    """Return a mathematics problem; a solution without dollar signs is treated as LaTeX."""
     solution = problem.solution if "$" in problem.solution else f"${problem.solution}$"
     return _problem(problem, f"{_question(problem)}\n\n{BOXED}", solution)
 
@@ -82,7 +82,7 @@ def humaneval(problem: Problem) -> Problem:
 
 
 def mbpp(problem: Problem) -> Problem:
-    """Return a task of MBPP (arXiv 2108.07732) with the tests, which name the function, as in the paper."""
+    """Return a task of MBPP (arXiv 2108.07732). As in the paper, the prompt has the tests, which name the function."""
     tests = list(problem.columns["tests"])
     prompt = f"{_question(problem)}\n\nYour code must pass these tests:\n\n" + "\n".join(tests)
     setup = problem.columns.get("setup") or None
@@ -153,7 +153,7 @@ def benchmark_shards(benchmark: Benchmark, path: str, split: str, system_prompt:
     """Return the shards of a benchmark.
 
     Args:
-        path: of its files.
+        path: path or URI of its files.
         split: "heldout".
 
     Raises:
@@ -174,9 +174,9 @@ def _question(problem: Problem) -> str:
 
 
 def _problem(problem: Problem, prompt: str, solution: str = "", columns: Mapping[str, Any] | None = None) -> Problem:
-    """Return a problem with another content.
+    """Return a problem with this content in place of the row's.
 
-    Its `question_id` is that of the row, so that `grpo-ray check` finds rows that are also trained on.
+    Its `question_id` stays that of the row, so that `grpo-ray check` finds rows that are also trained on.
     """
     messages = [{"role": "user", "content": prompt}]
     return Problem(
@@ -188,7 +188,7 @@ def _problem(problem: Problem, prompt: str, solution: str = "", columns: Mapping
 def _private_tests(text: str, where: str) -> list[Any]:
     """Return LiveCodeBench's private tests: JSON, or JSON in a pickled text, compressed by zlib, in base64.
 
-    The pickle is read and not executed: only that of a single text is taken.
+    The pickle is parsed, never executed, and must hold a single text.
 
     Raises:
         DataError: they have another form, or are larger than MAX_TESTS_BYTES.

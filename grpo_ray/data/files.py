@@ -80,7 +80,7 @@ class FileShard:
 
 
 def _renamed_columns(message: str, columns: Mapping[str, str]) -> str:
-    """Return, for a message with our names of columns, the file's names of those that are renamed, in brackets."""
+    """Return a note for an error message: the file's names of the renamed columns that it mentions; "" if none."""
     named = [f"'{ours}' is its column '{theirs}'" for ours, theirs in columns.items() if f"'{ours}'" in message]
     return f" ({', '.join(named)})" if named else ""
 
@@ -205,7 +205,11 @@ def _read_rows(shard: FileShard) -> Iterator[tuple[int, dict[str, Any]]]:
 def _read_rows_after(
     shard: FileShard, last: int
 ) -> tuple[Iterator[tuple[int, dict[str, Any]]], tuple[int, dict[str, Any]] | None]:
-    """Read a shard again. Returns (rest, first): the first row with a number above `last`, and the rows after it."""
+    """Read a shard again, up to the row that follows row `last`.
+
+    Returns:
+        Iterator over the rows after that one, and that row, or None if there is none.
+    """
     rows = READ_ROWS[_suffix(shard.path)](shard)
     return rows, next((row for row in rows if row[0] > last), None)
 

@@ -1,8 +1,8 @@
 """The embedded dataset `guessing`: numbered games in which a secret number is to be guessed.
 
 The rules are here, because the environment (`tools/examples.py`) and the demonstrations for the policy `tiny-guess`
-(`models/demonstrations.py`) share them. A problem is only the number of a game: the secret depends on the seed with
-which the environment is reset, and so on run, problem and epoch. There is no reference solution.
+(`models/demonstrations.py`) share them. A problem is only the number of a game. The secret depends on the seed with
+which the environment is reset, which is derived from run, problem and epoch. There is no reference solution.
 """
 
 from collections.abc import Iterator

@@ -1,9 +1,9 @@
 """Mixture of several sources: which source each problem of a step comes from, and the stream of their problems.
 
 A source has an order and epochs of its own (`stream.EpochReader`), and a small source begins its next epoch sooner. The
-source of the next problem is the one that is furthest behind its share. So after n problems, a source of share w has
-given w n problems, up to a difference of less than the number of sources, at every n: each step has the shares of the
-mixture, and so has each worker's part of it.
+source of the next problem is the one that is furthest behind its share. After any number n of problems, a source with
+share w has therefore contributed w n of them, up to a difference below the number of sources: each step, and each
+worker's part of it, has the shares of the mixture.
 
     draws = Draws({"games": Fraction(1, 4), "math": Fraction(3, 4)})
     list(itertools.islice(draws.order(), 8))
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     import ray.data
 
 MAX_PLAN_PROBLEMS = 100_000
-"""Problems of one plan at most: bounds the time in which a plan is made."""
+"""Largest number of problems in one plan; bounds the time to compute it."""
 BLOCK_BYTES = 256 * 1024
-"""Size of the blocks of the stream. Ray Data's default of 128 MiB would hold back the first problems until thousands
-more are read."""
+"""Size of the blocks of the stream, bytes. With Ray Data's default of 128 MiB, the first problems would arrive only
+after thousands more have been read."""
 
 
 @dataclass(frozen=True)
@@ -64,8 +64,8 @@ class Draws:
             most: number of steps after which counting ends.
 
         Returns:
-            Number of whole steps, at most `most`, and the sources that have too few problems for the step after them;
-            these are empty if `most` ended the count.
+            Number of whole steps, at most `most`, and the sources that have too few problems for the step after them
+            (none if `most` was reached).
         """
         left, order = dict(available), self.order()
         for step in range(most):
@@ -81,10 +81,10 @@ class Draws:
 
 @dataclass(frozen=True)
 class MixturePlan:
-    """The problems that one run of the training dataset yields."""
+    """The problems that one execution of the training dataset yields."""
 
     draws: Draws
-    """Problems drawn before the first of the plan."""
+    """Shares, and the number of problems drawn before the plan's first one."""
     epochs: Mapping[str, tuple[EpochPlan, ...]]
     """Source -> the rest of its epochs, in the order in which they are read."""
     problems: int

@@ -1,4 +1,4 @@
-"""Ledgers of all sources of a run: what is saved of the training problems in each checkpoint.
+"""Ledgers of all sources of a run, and the draws of a mixture, as each checkpoint saves them.
 
 A run on a single dataset has one ledger, `ledger.npz`. A mixture has `ledger-<source>.npz` for each of its sources, and
 `mixture.json` with the problems drawn since the shares last changed. The ledger of a source that is no longer in the
@@ -40,10 +40,10 @@ class MixtureLedger:
         Args:
             folder: the checkpoint's files; None: no problem has been used.
             shares: share of each source of this launch; a new source begins with an empty ledger. If the shares differ
-                from those of the checkpoint, the draws count from here on.
+                from those of the checkpoint, the draws are counted anew.
 
-        The checkpoint of another run (`run.from_checkpoint`) may be one of a single dataset while this run is a
-        mixture, or the other way round; no problem of this run has then been used.
+        With `run.from_checkpoint`, one of the two runs may have a single dataset and the other a mixture. The ledgers
+        are then empty, since no problem of this run has been used.
 
         Raises:
             FileNotFoundError: the checkpoint has no ledger.

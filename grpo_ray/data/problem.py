@@ -73,9 +73,9 @@ class Problem:
         return replace(self, prompt=[{"role": "system", "content": system_prompt}, *self.prompt])
 
     def of_source(self, source: str, environment: str | None = None) -> "Problem":
-        """Return the problem as one of a source of a mixture.
+        """Return the problem as part of a source of a mixture.
 
-        Its id is another one, so that sources with equal problems count them separately. Its `question_id` stays.
+        It gets another id, so that equal problems of two sources are counted separately. Its `question_id` stays.
 
         Args:
             environment: value of the column `environment`; None: as in the row.
@@ -109,8 +109,8 @@ class Problem:
 def reward_columns(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return the columns that rewards receive for a row of `Problem.as_row`.
 
-    These are the dataset's columns, and the row's `id`, `epoch` and `index`, in a mixture also its `source`, unless the
-    dataset has such a column.
+    These are the dataset's columns, the row's `id`, `epoch` and `index`, and in a mixture its `source`. A column of the
+    dataset with one of these names takes precedence.
     """
     columns = {name: value for name, value in row.items() if name not in (_COLLIDING, SOURCE)} | row.get(_COLLIDING, {})
     return {"source": row[SOURCE]} | columns if SOURCE in row else columns

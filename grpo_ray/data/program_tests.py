@@ -30,7 +30,7 @@ class StdinTest:
 
 @dataclass(frozen=True)
 class AssertTest:
-    """Python code that calls functions of the program, and raises an exception unless they are right."""
+    """Python code that calls functions of the program, and raises an exception unless their results are right."""
 
     source: str
 
@@ -43,7 +43,7 @@ def parse_tests(tests: Any, entry_point: str | None = None, setup: Any = None) -
 
     Args:
         tests: value of the column `tests`.
-        entry_point: name of the function that `check(candidate)`, or a functional test, is about.
+        entry_point: name of the function that `check(candidate)` or a functional test calls.
         setup: Python code that runs before each test of a function: text, or a list of texts.
 
     Raises:
@@ -86,7 +86,7 @@ def _parse(content: str, entry_point: str | None, setup: str | None) -> tuple[Te
 
 
 def _with_check(source: str, entry_point: str | None, setup: str | None) -> str:
-    """Return a test with its setup, and with the call of HumanEval's `check`. Raises DataError."""
+    """Return a test after its setup, followed by the call of HumanEval's `check` if it is missing. Raises DataError."""
     try:
         body = ast.parse(source).body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:

@@ -1,10 +1,10 @@
 """Problems as Ray Datasets: one seeded order per epoch, the same for any number of workers.
 
-Ray Data executes the training dataset once for each epoch plan (`EpochPlan`), the remainder of one epoch. Its input
-is a list of read task numbers (`ray.data.from_items(...).flat_map(...)`); each read task fetches the current plan from
-the run coordinator and yields its problems, without those that are excluded (used or skipped). So the stream always
-starts with the first problem that no step has used, even after a worker failed. Problems of an epoch that do not fill
-a whole step are carried over to the first step of the next plan.
+Ray Data executes the training dataset once for each epoch plan (`EpochPlan`), the remainder of one epoch. The input of
+the dataset is a list of read task numbers (`ray.data.from_items(...).flat_map(...)`). Each read task fetches the
+current plan from the run coordinator and yields its part of the problems, without those that the plan excludes (used or
+skipped). So the stream always starts with the first problem that no step has used, even after a worker failed. Problems
+of an epoch that do not fill a whole step are carried over to the first step of the next plan.
 
 The order (invariant: worker-count invariance) depends on the seed and the shards only: an epoch visits the shards in
 a shuffled order, `SHARDS_PER_WINDOW` at a time, and shuffles the problems of each such window together. Memory holds a
@@ -338,7 +338,7 @@ def _make_index(split: Split, ids: IdArray, reason: str) -> DatasetIndex:
 
 @dataclass(frozen=True)
 class EpochPlan:
-    """The rest of one epoch: the problems that one run of the training dataset yields, and their priority."""
+    """The rest of one epoch: the problems that one execution of the training dataset yields, and their priority."""
 
     epoch: int
     excluded: IdArray
@@ -428,7 +428,7 @@ class _LoadedShard:
 def make_epoch_reader(split: Split, seed: int, with_preferred: bool = True) -> EpochReader:
     """Create the reader of a split's epochs; a split with a limit is loaded into memory."""
     if split.limit is not None:
-        # The limit takes the first problems of the dataset across shards, so they form one window, read in order.
+        # The limit counts problems across shards, so one reader must apply it; the problems then form one window.
         split = Split(split.name, [_LoadedShard(tuple(split.read()))])
     return EpochReader(split, seed, with_preferred)
 

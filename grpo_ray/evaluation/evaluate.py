@@ -75,7 +75,7 @@ def evaluate(
 
 
 def _activity(gpus: int) -> str:
-    """Describe the start of an evaluation; if other work holds the GPUs, that it waits for them."""
+    """Describe the start of an evaluation, or its wait for GPUs that other work holds."""
     if gpus and ray.available_resources().get("GPU", 0) < gpus:
         return f"waiting for {'a free GPU' if gpus == 1 else f'{gpus} free GPUs'} to measure with"
     return "starting an engine to measure with"
@@ -183,7 +183,8 @@ def worker_environment(config: Config, threads: int | None = None) -> dict[str, 
         # structured outputs are not tested.
         environment["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     if config.sampling.structured_outputs:
-        # vLLM would give up a regular expression after seconds of a clock, which a busy machine may take for any.
+        # vLLM would give up on a regular expression after a few seconds of wall time, even one that is merely slowed
+        # down by a busy machine.
         environment["VLLM_REGEX_COMPILATION_TIMEOUT_S"] = "0"
     if compute_device(config.cluster.use_gpu) == "cpu":
         environment |= {
@@ -266,7 +267,7 @@ def solve_shard(
 
 
 def engine_memory(config: Config) -> float:
-    """Return the part of its GPU's memory that an engine which measures takes: all but that of reward models."""
+    """Return the part of a GPU's memory that an evaluation's engine takes: 0.9, minus that of reward models there."""
     beside = reward_model_memory(config) / gpu_bytes() if config.reward_model_share_of_engines else 0
     return 0.9 - beside
 

@@ -227,7 +227,7 @@ def score_completions(
         "seconds": [seconds / max(1, len(problems))] * len(problems),
     }
     if any(each.conversation is not None for each in answers):
-        # As JSON text, because Ray Data infers the type of a column from its values.
+        # As JSON text, from which `records.make_records` restores the conversations.
         columns["conversations"] = [
             [each.conversation.to_json() for each in answers[group] if each.conversation is not None]
             if problem.id in recorded
@@ -238,7 +238,7 @@ def score_completions(
 
 
 def _nan_for_none(verdicts: Sequence[float | None]) -> list[float]:
-    """Replace None by NaN: Ray Data's columns have no None among the floats of a list."""
+    """Replace None by NaN, the unknown value of the columns of `score_completions`."""
     return [math.nan if verdict is None else float(verdict) for verdict in verdicts]
 
 

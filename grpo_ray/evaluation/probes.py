@@ -1,8 +1,8 @@
-r"""Completions that no honest policy would write, scored with a run's rewards: which of them pay (`check --attack`).
+r"""Completions that no honest policy would write, scored with a run's rewards to find loopholes (`check --attack`).
 
-A policy that is trained finds what pays, whatever was meant. These probes find the usual holes of a reward at once, in
-the same calls as in training: empty and long texts, copies of the prompt, many answers, another sign, empty forms,
-words to a judge, and the words that occur in the source of the user's own reward.
+Training finds any completion that is rewarded, whether or not the reward was meant for it. These probes find the usual
+loopholes of a reward at once, with the same calls as in training: empty and long texts, copies of the prompt, many
+answers, another sign, empty forms, words to a judge, and the words that occur in the source of the user's own reward.
 """
 
 import ast
@@ -41,7 +41,7 @@ class Probe:
     """One kind of completion, with its mean reward."""
 
     name: str
-    """Description of the completion, of the kind "the prompt, copied"."""
+    """Description of the completion, such as "the prompt, copied"."""
     reward: float | None
     """Mean of the combined reward over the problems; None if no reward applied to any."""
     example: str
@@ -58,13 +58,14 @@ class ProbeReport:
     honest: tuple[Probe, ...]
     """Probes of `HONEST`, in its order; without solutions only the last one."""
     others: tuple[Probe, ...]
-    """All other probes, the best paid one first."""
+    """All other probes, the one with the highest reward first."""
 
     @property
     def holes(self) -> tuple[Probe, ...]:
-        """Probes that pay more than half of the way from an honest failure to a right answer.
+        """Probes whose reward is more than half of the way from that of an honest failure to that of a right answer.
 
-        If a right answer pays no more than a failure, or there is none: more than half of the way to the best paid one.
+        If a right answer gets no more than a failure, or there is none, the highest reward of these probes takes its
+        place.
         """
         honest = {each.name: each.reward for each in self.honest if each.reward is not None}
         paid = [(each, each.reward) for each in self.others if each.reward is not None]
@@ -158,10 +159,10 @@ def dishonest_texts(words: Sequence[str] = ()) -> dict[str, Write]:
 
 
 def words_of_rewards(names: Sequence[str]) -> list[str]:
-    """Return the words and short phrases in the source of rewards of the user's own, those of its texts first.
+    """Return the short texts, then the words, in the string constants of the user's own rewards.
 
-    Texts of patterns count too: a reward that looks for a word is paid by it. Read are the function or class, and what
-    its module assigns to the names in it.
+    A reward that searches for a word or a pattern may reward a completion of that text alone. The constants are those
+    in the function or class, and in the assignments of its module to names that it uses.
 
     Args:
         names: entries of `rewards.functions`; built-in ones are left out.
@@ -176,7 +177,7 @@ def words_of_rewards(names: Sequence[str]) -> list[str]:
 
 
 def _texts_of_reward(function: Any) -> list[str]:
-    """Return the string constants in the source of a function or class, and in those of its module that it names."""
+    """Return the string constants of a function or class, and of its module's assignments to names that it uses."""
     try:
         own = ast.parse(textwrap.dedent(inspect.getsource(function)))
         module = ast.parse(inspect.getsource(sys.modules[function.__module__]))

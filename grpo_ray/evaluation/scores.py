@@ -1,4 +1,4 @@
-"""Scores of completions of held-out problems: what `heldout.score` names."""
+"""Scores of completions of held-out problems (`heldout.score`)."""
 
 import asyncio
 import inspect

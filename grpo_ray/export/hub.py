@@ -140,7 +140,11 @@ class Hub:
         return self._call(repo.name, commit)
 
     def _call(self, repo: str, action: Callable[["HfApi"], T]) -> T:
-        """Run an action that is safe to repeat, again after transient errors; describe the last error in one line."""
+        """Run an action that is safe to repeat, and repeat it after transient errors.
+
+        Raises:
+            ConfigError, HubError: the last error, described in one line.
+        """
         import httpx
         from huggingface_hub import HfApi
 

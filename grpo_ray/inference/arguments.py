@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from vllm import SamplingParams
 
 MIN_BATCHED_TOKENS = 4096
-"""Smallest default for `max_num_batched_tokens`, the tokens of one engine pass. With vLLM's own, larger default its
-memory profiler overestimates."""
+"""Smallest default for `max_num_batched_tokens`, the tokens of one engine pass. vLLM's own default is larger, and makes
+its memory profiler overestimate."""
 
 DEFAULT_CAPTURED = 512
 """Largest batch, in sequences, that vLLM captures a CUDA graph for by default (1,024 on some GPUs)."""
@@ -96,7 +96,7 @@ def request_parameters(arguments: Mapping[str, Any], **own: Any) -> "SamplingPar
     from vllm.sampling_params import StructuredOutputsParams
 
     if form := arguments.get("structured_outputs"):
-        if "json" in form:  # as text, since vLLM takes an empty mapping for none
+        if "json" in form:  # as text, since vLLM treats an empty mapping as no schema
             form = {"json": json.dumps(form["json"])}
         own["structured_outputs"] = StructuredOutputsParams(**form)
     # Log-probabilities in one list of numbers: with an object for each token, Python spends 10 us per token on them

@@ -18,7 +18,7 @@ ROLES = ("system", "user", "assistant")
 IGNORED = frozenset({
     "metadata", "prompt_cache_key", "safety_identifier", "service_tier", "store", "stream_options", "user",
 })  # fmt: skip
-"""Fields that do not concern sampling."""
+"""Fields that are ignored, because they do not affect sampling."""
 FIXED: Mapping[str, tuple[Any, str]] = {
     "n": (1, "each request has one completion; a group's completions are rows of their own"),
     "stream": (False, "answers are not streamed"),
@@ -35,7 +35,7 @@ TOO_LONG = "context_length_exceeded"
 
 
 class RefusedRequest(Exception):
-    """Request that is answered with an error in OpenAI's form."""
+    """Error that refuses a request; `body` is the response, in the form of OpenAI's errors."""
 
     def __init__(self, message: str, param: str | None = None, *, status: int = 400, code: str | None = None) -> None:
         """

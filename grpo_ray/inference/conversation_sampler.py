@@ -146,7 +146,7 @@ class ConversationSampler:
         columns = reward_columns(row)
         environment = columns.pop(ENVIRONMENT, None) if None not in self.definition.environments else None
         if environment is None and SOURCE in row and self.definition.has_named:
-            environment = NO_ENVIRONMENT  # sources of a mixture with environments and without
+            environment = NO_ENVIRONMENT  # a source without an environment, in a mixture that has some with one
         return Start(
             messages=row["prompt"],
             environment=environment,

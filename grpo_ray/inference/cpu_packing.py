@@ -64,7 +64,7 @@ def pack_on_next_use(layer: Any) -> None:
 
 
 def is_packed(layer: Any) -> bool:
-    """Return True if a layer multiplies with a packed copy of its weight, which a later change does not reach."""
+    """Return True if a layer multiplies with a packed copy of its weight, which later changes do not reach."""
     return layer.cpu_linear is not torch.nn.functional.linear and not isinstance(layer.cpu_linear, _PackFirst)
 
 

@@ -8,9 +8,9 @@ each block and one for each token of the block that is selected: 193 instead of 
 One random number and a search in the cumulative probabilities would also be exact, but there a rounding error in one
 token's probability shifts the bounds of all later tokens, and a completion must not change with the size of its batch
 (worker-count invariance). Computed for random logits with an entropy of 1 nat and a rounding error of 1e-6, the
-search samples a different token once in 7,000 samples with 8,192 tokens and once in 600 with 151,936; the races,
-vLLM's and this one, once in 4,000,000. With a large vocabulary the search is also slower: a cumulative sum takes
-longer than sums of blocks.
+search samples a different token once in 7,000 samples with 8,192 tokens and once in 600 with 151,936. The exponential
+races (`block_race`), vLLM's and this one, do so once in 4,000,000. With a large vocabulary the search is also slower: a
+cumulative sum takes longer than sums of blocks.
 """
 
 import math

@@ -52,7 +52,8 @@ READ_SECONDS = 30
 STOP_SECONDS = 1
 """Seconds that unfinished responses get when the endpoint is closed."""
 CONNECTIONS = 4
-"""Connections per running program, which determine the limit on all of them; above it, requests get status 503."""
+"""Connections per program. The limit on all of them is for the running programs and this number of further ones; above
+it, requests get status 503."""
 CLOSED = "the endpoint is closed: the row's program has ended, or another one has failed"
 
 

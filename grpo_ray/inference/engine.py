@@ -91,7 +91,7 @@ class Engine(VLLMGeneration):
         self.config = config
         tolerance = config.engine.logprob_tolerance
         self.logprob_tolerance = DEFAULT_LOGPROB_TOLERANCE[config.dtype] if tolerance is None else tolerance
-        # 0: only the sampled token's log-probability; 1: a second place, which holds its unprocessed one.
+        # 0: only the sampled token's log-probability; 1: a second value as well, its unprocessed log-probability.
         self.training_sampling = training_sampling(config) | {"logprobs": 1 if config.sampling.processing else 0}
         """Arguments of `vllm.SamplingParams` for a completion of training, without its seed."""
         self._next_request_id = 0
@@ -158,7 +158,7 @@ class Engine(VLLMGeneration):
 
     @property
     def description(self) -> str:
-        """Versions and kind of the engine, for the log."""
+        """Version of vLLM, its model runner, and the arguments of `engine.vllm`, for the log."""
         own = ", ".join(f"{name}={value}" for name, value in redact(dict(self.config.engine.vllm)).items())
         return f"vLLM {vllm.__version__}, model runner {runner_number(self.llm)}" + (f", {own}" if own else "")
 

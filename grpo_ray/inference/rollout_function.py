@@ -164,8 +164,8 @@ class RolloutPolicy:
     def respond(self, trajectory: Trajectory, content: str, role: str = "user") -> bool:
         """Append a message to a trajectory after the policy's turn, as the chat template renders it.
 
-        Control tokens of the template in the content are broken up into plain text, and content of more than
-        `rollout.max_result_tokens` loses its middle.
+        Control tokens of the template in the content are broken up into plain text, and the middle of content longer
+        than `rollout.max_result_tokens` is left out.
 
         Args:
             role: "user" or "tool".
@@ -181,7 +181,7 @@ class RolloutPolicy:
         self._note_progress()
         if trajectory.truncated:
             return False
-        if not (trajectory.mask and trajectory.mask[-1]):  # the template renders two messages in a row otherwise
+        if not (trajectory.mask and trajectory.mask[-1]):  # `result_ids` are the tokens after a turn, not a message
             raise self._error(
                 trajectory.row, "a message must follow a turn of the policy; call `policy.turn` before it"
             )

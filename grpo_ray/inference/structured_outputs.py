@@ -1,4 +1,4 @@
-"""Check of `rollout.structured_outputs` before a run: the library that compiles forms for the engine must know it."""
+"""Check of `rollout.structured_outputs` before a run, by the library that compiles forms for the engine."""
 
 import json
 
@@ -7,7 +7,7 @@ from grpo_ray.errors import ConfigError
 
 
 def require_valid_form(form: StructuredOutputs) -> None:
-    """Raise ConfigError, with the library's reason, if a form cannot be compiled; a tokenizer is not needed for it."""
+    """Raise ConfigError, with the library's reason, if a form cannot be compiled. No tokenizer is needed."""
     from xgrammar import Grammar
 
     try:

@@ -15,8 +15,8 @@ from grpo_ray.rewards.completions import completion_text
 Message = dict[str, Any]
 
 LogProbabilities = list[float] | list[float | None]
-"""Log-probabilities of tokens in nats; None where the engine returned none, which results must not have
-for sampled tokens."""
+"""Log-probabilities of tokens in nats; None where the engine returned none. In a function's result, each sampled token
+must have a number."""
 
 ROW_COLUMNS = ("prompt", "solution", "id", "epoch", "index")
 """Arguments of rewards that have fields of their own in a row, so they are not among its `columns`."""

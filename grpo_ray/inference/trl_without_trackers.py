@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-# Imported before the trackers are hidden: what these libraries find out about trackers stays true.
+# Imported before the trackers are hidden, so that these libraries detect which trackers are installed.
 import accelerate  # noqa: F401
 import transformers.trainer  # noqa: F401
 import vllm  # noqa: F401
@@ -19,9 +19,9 @@ TRACKERS = ("wandb", "mlflow", "trackio")
 
 @contextmanager
 def hidden(modules: tuple[str, ...]) -> Iterator[None]:
-    """Have Python find no module of these names that is not imported yet."""
+    """Make imports of these modules fail in this context, as if they were not installed; imported ones stay."""
     names = [name for name in modules if name not in sys.modules]
-    sys.modules.update(dict.fromkeys(names))  # type: ignore[arg-type]  # None: Python's own mark of such a module
+    sys.modules.update(dict.fromkeys(names))  # type: ignore[arg-type]  # None makes an import fail
     try:
         yield
     finally:

@@ -1,11 +1,11 @@
-"""Log-probabilities of sampled tokens before filters and penalties, returned with those after them, to prove the sync.
+"""Log-probabilities of sampled tokens before filters and penalties, for the proof of the weight sync.
 
 With `top_p` and the like the engine samples from processed logits: it excludes tokens or shifts logits, and
 renormalizes. vLLM returns the log-probabilities of either the raw or the processed logits, the same for all requests of
 an engine. TRL's importance ratio needs the processed ones. The learner's log-probabilities are comparable with neither:
-it divides its logits by the temperature, and does nothing else. The engine's sampler is therefore wrapped: in requests
-for one more token's log-probability (`logprobs=1`), that place holds the sampled token's own log-probability after the
-temperature and before all other processing.
+it divides its logits by the temperature, and does nothing else. The engine's sampler is therefore wrapped. For a
+request with `logprobs=1`, vLLM returns the log-probability of one more token after that of the sampled token; the
+wrapper replaces it by the sampled token's log-probability after the temperature and before all other processing.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -40,7 +40,7 @@ def temperature_logprobs(logits: torch.Tensor, temperature: torch.Tensor | None)
 def put_beside_processed(token_ids: torch.Tensor, logprobs: torch.Tensor, unprocessed: torch.Tensor) -> None:
     """Overwrite the second column with the unprocessed log-probability of the token in the first.
 
-    vLLM keeps a step's log-probabilities by token id, so the second column gets the id of another token: the next one.
+    vLLM stores a step's log-probabilities by token id, so the second column gets another id: the sampled one plus 1.
 
     Args:
         token_ids: (B, 2), the sampled token and another one; the second column is overwritten.

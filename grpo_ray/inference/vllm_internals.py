@@ -148,13 +148,13 @@ SECOND_RUNNER_ARCHITECTURES = frozenset({"Qwen2ForCausalLM", "LlamaForCausalLM"}
 
 
 def prefer_second_runner() -> None:
-    """Let vLLM use its second model runner for the architectures above too, if the release has a list of architectures.
+    """Let vLLM use its second model runner for `SECOND_RUNNER_ARCHITECTURES` too, if the release has such a list.
 
     With a seed per request the first runner draws random numbers request by request, in Python; the second draws those
     of all requests in one kernel, from seed and position. vLLM 0.22 has such a list with Qwen3 only; newer releases
-    use the second runner for every model. In both, vLLM returns to the first runner, with a warning, for features that
-    the second does not support, and the environment variable VLLM_USE_V2_MODEL_RUNNER has precedence. With the variable
-    set to 1, vLLM refuses such models. Works for an engine in this process only: worker processes have vLLM's own list.
+    use the second runner for every model. In both, vLLM falls back to the first runner, with a warning, for features
+    that the second does not support. The environment variable VLLM_USE_V2_MODEL_RUNNER has precedence; if it is 1, vLLM
+    refuses a model with such features. Works for an engine in this process only: worker processes have vLLM's own list.
     """
     from vllm.config import vllm as settings
 
@@ -215,8 +215,8 @@ def load_weights(llm: "LLM", weights: Iterable[tuple[str, "torch.Tensor"]]) -> t
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
     def keep_weight(layer: "torch.nn.Module", pack_by_default: Callable[[], None]) -> None:
-        # A linear layer that is not quantized. vLLM would copy its discarded weight to where the kept one is; the
-        # caller packs it again.
+        # An unquantized linear layer is not packed here: packing discards the loaded weight, and vLLM would then copy
+        # the discarded one over the kept one. The caller packs the layer afterwards.
         if not is_linear(layer):
             pack_by_default()
 

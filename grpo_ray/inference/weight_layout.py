@@ -196,9 +196,9 @@ class WeightLayout:
     def of(workers: Sequence[Recorded], rank: int) -> "WeightLayout":
         """Join the observations of the workers that share an engine.
 
-        In a tensor-parallel engine each worker has a part of a weight, or several workers have the same elements. By
-        rank of the workers, the first occurrence of the same elements belongs to replica 0, the second to replica 1,
-        and so on. Each replica must be complete.
+        In a tensor-parallel engine each worker has a part of a weight, or several workers have the same elements. In
+        the order of the workers' ranks, the first occurrence of the same elements belongs to replica 0, the second to
+        replica 1, and so on. Each replica must be complete.
 
         Raises:
             SyncError: a weight reaches the engine only in part, a parameter was not written, or parts of a fused

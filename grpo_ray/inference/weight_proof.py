@@ -16,9 +16,9 @@ Reasons for this design:
 - Checksums are compared instead of elements, because the checksums of parts add up: a sharded learner needs no second
   gather, since each worker reads only its own part, and the workers of a tensor-parallel engine add up theirs.
 
-The checksums show what is in the parameters. Copies that the engine keeps beside them, packed weights of the CPU
-backend and the keys and values of earlier prompts, must be gone when weights have changed. That the engine computes
-with its parameters is shown by the log-probabilities, up to their tolerance.
+The checksums prove the content of the parameters. Data that the engine has computed from older weights and keeps beside
+them (packed weights of the CPU backend, keys and values of earlier prompts) must be gone once the weights have changed.
+The log-probabilities show, within their tolerance, that the engine computes with its parameters.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

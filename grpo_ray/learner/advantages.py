@@ -99,8 +99,10 @@ def centered(rewards: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 
 
 def normalized_over_step(rewards: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Return the combined reward minus the mean of the step, over its standard deviation plus 1e-4 (REINFORCE++, arXiv
-    2501.03262). A group of equal rewards has a gradient."""
+    """Return the combined reward minus the step's mean, divided by the step's standard deviation plus 1e-4.
+
+    REINFORCE++ (arXiv 2501.03262). A group of equal rewards has a gradient.
+    """
     total = combine_rewards(rewards, weights)
     return (total - torch.nanmean(total)) / (nanstd(total) + EPSILON)
 

@@ -57,5 +57,5 @@ class Workers:
         return self.gather(value.view(1)).sum()
 
     def exchange(self, given: Mapping[K, V]) -> dict[K, V]:
-        """Return the entries of all workers' mappings, by key."""
+        """Merge the mappings of all workers, and return the result on each of them."""
         return {key: value for entries in self.gather_objects(dict(given)) for key, value in entries.items()}

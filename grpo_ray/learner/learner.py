@@ -628,7 +628,7 @@ class Learner(GRPOTrainer):
         return 0.0 if is_high else float(self.entropy_coef)
 
     def _entropy_correction(self, inputs: Batch, done: LossPass) -> torch.Tensor:
-        """Compute the correction from TRL's mean entropy of a micro-batch to its part of the step's mean; (), nats."""
+        """Compute the difference between a micro-batch's part of the step's mean entropy and TRL's part; (), nats."""
         assert done.entropies is not None and self.tokens_in_part is not None
         tokens = done.entropy_tokens or EntropyTokens(loss_mask(inputs), self.tokens_in_part)
         return entropy_bonus_correction(

@@ -23,12 +23,12 @@ def allowed_tokens(masks: torch.Tensor, vocabulary_size: int) -> torch.Tensor:
 
 
 class MaskedOutputLayer:
-    """Takes the place of TRL's `ChunkedLogProbFunction`, for the positions of one or several passes in order."""
+    """Replacement for TRL's `_ChunkedLogProbFunction`, for the positions of one or several passes in order."""
 
     def __init__(self, next_masks: Callable[[int], torch.Tensor]) -> None:
         """
         Args:
-            next_masks: returns the masks of the next positions, (n, W) int32 on the CPU, for their number.
+            next_masks: returns the masks of the next n positions, (n, W) int32 on the CPU, given n.
         """
         self._next_masks = next_masks
 
@@ -104,7 +104,7 @@ class _AllowedLogProbs(torch.autograd.Function):
         grad_logps, grad_entropies = grads
         hidden, weight, bias, targets, entropies = ctx.saved_tensors
         temperature, _, logit_scale = ctx.options
-        # Those of a frozen output layer, as with LoRA, would take the memory of the whole layer in float32.
+        # No gradients of a frozen output layer, as with LoRA: they would take the memory of the whole layer in float32.
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None

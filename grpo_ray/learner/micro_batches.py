@@ -30,7 +30,7 @@ CLIP_METRICS = ("clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/regio
 """TRL's means over all tokens (over rows, with ratios of sequences) to which a row without advantage adds 0."""
 
 ENOUGH_TOKENS = 32
-"""Tokens with which one row can prove the weight sync: over a few, 16-bit rounding can look like a mismatch."""
+"""Number of tokens with which one row can prove the weight sync; with few, 16-bit rounding can look like a mismatch."""
 
 UNEVEN = 1.1
 """Workers exchange rows if one has more than this many times the mean number of tokens to read."""
@@ -70,8 +70,8 @@ def plan_micro_batches(
 ) -> tuple[list[tuple[Batch, LossScale]], dict[str, float]]:
     """Repack the micro-batches of an optimizer step, or of the part of it that a generation batch has; collective.
 
-    Every worker reads as many rows in each pass as the others, so that their collective calls stay the same. At
-    least one row of each worker is read (by any worker), so that the weight sync of its engine can be checked.
+    All workers read the same number of rows in each pass, so that their collective calls stay the same. At least one
+    row of each worker is read (by any worker), so that the weight sync of its engine can be checked.
     Micro-batches without rows come first.
 
     Args:
@@ -80,7 +80,7 @@ def plan_micro_batches(
             at any length of their rows. None: a micro-batch has no more rows than TRL's.
 
     Returns:
-        As many micro-batches, each with its scale, and the metrics of the saving.
+        The same number of micro-batches, each with its scale, and the metrics of the saving.
     """
     if savings.regroup:
         limit = savings.pass_limit(len(batches[0]["advantages"]), tokens)
@@ -162,7 +162,7 @@ class RowAssignment:
     """Rows that each worker reads."""
 
     rows: list[list[RowIndex]]
-    """Rows by worker; all workers have as many."""
+    """Rows by worker; all workers have the same number."""
     is_shared: bool
     """True if a worker may read rows of others."""
 
@@ -171,7 +171,7 @@ def assign_rows(facts: Sequence[RowFacts], share: bool) -> RowAssignment:
     """Choose the rows that are read, and the worker that reads each.
 
     Args:
-        facts: of each worker's rows; all workers have as many.
+        facts: facts about each worker's rows; all workers have the same number of rows.
         share: let workers exchange rows if one of them has more than `UNEVEN` times the mean to read.
     """
     own = [choose_rows(each.needed, each.loss_tokens, max(sum(each.needed), 1)) for each in facts]
@@ -206,7 +206,7 @@ def _exchange_rows(pool: Batch, assignment: RowAssignment, workers: Workers) -> 
 
 
 def choose_rows(needed: Sequence[bool], lengths: Sequence[int], count: int) -> list[int]:
-    """Return the rows that are needed, filled up to `count` with others, in their old order.
+    """Return the rows that are needed, filled up to `count` with others, in their original order.
 
     The others are the cheapest that can prove the weight sync: the shortest of at least `ENOUGH_TOKENS` tokens, then
     the longest of those that are too short.
@@ -218,7 +218,7 @@ def choose_rows(needed: Sequence[bool], lengths: Sequence[int], count: int) -> l
 
 
 def balance_rows(rows: Sequence[RowIndex], length: Callable[[RowIndex], int], workers: int) -> list[list[RowIndex]]:
-    """Assign rows to workers, so that each has as many rows, and nearly as many tokens, as the others.
+    """Assign rows to workers, so that all have the same number of rows and nearly the same number of tokens.
 
     The longest rows are assigned first, in rounds that go through the workers forwards and backwards by turns.
     """

@@ -61,7 +61,7 @@ def fewest_passes(lengths: Sequence[int], limit: PassLimit, others: Sequence[Seq
 
     Args:
         lengths: tokens of each row.
-        others: the same of the other workers, if they must read as many rows in each pass.
+        others: lengths of the other workers' rows, if all must read the same number of rows in each pass.
     """
     ordered = _longest_first(lengths, others)
     passes = first = 0
@@ -115,7 +115,7 @@ def number_of_passes(lengths: Sequence[Sequence[int]], limit: PassLimit, most: i
     number of rows in each, because a sharded learner gathers its weights in every pass.
 
     Args:
-        lengths: lengths of each worker's rows; all workers have as many.
+        lengths: lengths of each worker's rows; all workers have the same number of rows.
         most: largest number of passes.
         pass_cost: fixed cost of a pass, in token positions.
 

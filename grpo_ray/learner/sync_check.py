@@ -3,7 +3,7 @@
 The engine and the learner compute the log-probabilities of the same tokens with different code. Their difference has
 two uses: TRL corrects the loss for it by an importance ratio, and grpo_ray uses it to check that the engine generated
 with the learner's weights (proven weight sync). With filters or penalties (`top_p` ...) the two uses take different
-log-probabilities of the engine: the ratio those with which a token was sampled, the check those before the filters.
+log-probabilities of the engine: the ratio takes those with which a token was sampled, the check those before filters.
 """
 
 import math

@@ -112,7 +112,7 @@ def sharding_reference_by_layer(enabled: bool) -> Iterator[None]:
 def scoring_allowed_tokens(reader: MaskReader | None) -> Iterator[None]:
     """Make TRL's output layer compute probabilities among the allowed tokens of each position; None: among all tokens.
 
-    TRL's layer knows no masks: it would compare probabilities among all tokens with those that the engine sampled from.
+    TRL's layer has no masks: its probabilities are among all tokens, and the engine samples among the allowed ones.
 
     Args:
         reader: masks of all positions that the passes in this context score, in their order.

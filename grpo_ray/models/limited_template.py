@@ -1,4 +1,4 @@
-"""Chat template of a policy that may be a stranger's, rendered in a process with limits (`template_process.py`)."""
+"""Chat template of a policy that may be untrusted, rendered in a process with limits (`template_process.py`)."""
 
 import json
 import signal
@@ -103,5 +103,5 @@ class LimitedTemplate:
 
 
 def _to_json(value: Any) -> Any:
-    """Convert a mapping or sequence that is not a dict or list for JSON."""
+    """Convert a mapping to a dict, and any other collection to a list, for `json.dumps`."""
     return dict(value) if isinstance(value, Mapping) else list(value)

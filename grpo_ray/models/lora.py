@@ -120,7 +120,7 @@ def record_base_policy(folder: Path, config: Config) -> None:
 
 
 def read_adapter_config(folder: str | Path) -> LoraConfig:
-    """Read the config of an adapter, which may come with a stranger's run folder.
+    """Read the config of an adapter, which may be part of an untrusted run folder.
 
     Only the fields that `peft_config` sets are taken. PEFT's other fields name modules to import and files to load.
 

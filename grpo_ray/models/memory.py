@@ -103,7 +103,7 @@ PASS_COST = 2048
 all gradients (about 20 bytes per parameter, the time of 450 tokens at an H100's ratio of arithmetic to bandwidth), and
 small passes leave the GPU idle between kernels. An assumption: the choice of recomputation hardly depends on it."""
 BUSY_TOKENS = 8192
-"""Tokens of the pass for which a recommendation leaves the learner memory: its fixed cost is a fifth of such a pass."""
+"""Tokens of the learner's pass for which a recommended engine size leaves memory; a fifth of its time is fixed cost."""
 ASSUMED_PROMPT = 2048
 """Longest prompt that a plan assumes, tokens, if neither `data.max_prompt_length` nor `engine.max_model_len` is set."""
 
@@ -128,7 +128,7 @@ class ModelShape:
     key_value_size: int
     """Key heads x head size; equal for the values."""
     vocabulary: int
-    """Rows of the embedding, which the output layer has too."""
+    """Rows of the embedding, and of the output layer."""
     tied_embeddings: bool
     """True if the output layer's weight is the embedding."""
     context_length: int
@@ -171,7 +171,7 @@ class ActivationSizes:
     stream: int
     """Bytes per number of a layer's input, which recomputation keeps."""
     kept: PerToken
-    """Kept of one layer for its backward pass, its input included."""
+    """Activations of one layer that are kept for its backward pass, its input included."""
     backward: PerToken
     """Gradients inside one layer at the peak of its backward pass."""
 
@@ -185,7 +185,7 @@ HALF = ActivationSizes(stream=2, kept=PerToken(16, 4, 4, 8), backward=PerToken(6
 FULL = ActivationSizes(stream=4, kept=PerToken(24, 8, 8, 16), backward=PerToken(6, 0, 0, 8))
 """float32 weights and no autocast."""
 ADAPTER_RANK = 14
-"""Bytes per token and rank kept of one layer's adapters, on seven linear layers."""
+"""Bytes per token and rank that are kept for the adapters of one layer, on seven linear layers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -643,12 +643,12 @@ class _Passes:
     @property
     def _output_layer(self) -> int:
         """Backward pass of the output layer, and the hidden states and gradients between it and the last layer."""
-        # Kept by the last norm (8) and for the tokens with a label (4); gradients of these (4) and of all (4).
+        # Bytes: kept by the last norm (8) and for the tokens with a label (4); gradients of these (4) and of all (4).
         return self._output_gradient + self._tile + 20 * self.tokens * self.shape.hidden_size
 
     @property
     def _gathered(self) -> int:
-        """A sharded learner's layers unsharded at a time: computed, fetched, and the buffer that is copied out."""
+        """Unsharded layers of a sharded learner: the one computed, the one fetched, and its all-gather buffer."""
         return 3 * self._number_bytes * self.shape.layer_parameters if self._sharded else 0
 
     @property

@@ -1,4 +1,4 @@
-"""Check of the sizes in a policy's folder before libraries read it: a checkpoint may come from a stranger.
+"""Check of the sizes in a policy's folder before libraries read it: a checkpoint may be untrusted.
 
 A config of a kilobyte may declare a model of any size, which libraries begin to build before they read the weights;
 a header of weights may declare tensors that the file does not have. Only JSON is parsed here, in bounded memory.

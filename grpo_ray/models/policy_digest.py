@@ -1,4 +1,4 @@
-"""Hashes of a policy's files, which show whether a run continues with the policy it began with, at any path."""
+"""Hashes of a policy's files, which show whether a run still has the policy it began with, even at another path."""
 
 import fnmatch
 import hashlib
@@ -40,8 +40,8 @@ def policy_contents(path: str, retry_seconds: float = DEFAULT_RETRY_SECONDS) -> 
     """Return hashes of a policy's files, or its revision on the hub, or both.
 
     The hashes cover the name, the size and at most 1 MiB of each file of a local folder or a store, so that a policy of
-    any size takes seconds. For a policy on the hub, the revision is the one of the config in this machine's cache; a
-    revision's folder in that cache has both.
+    any size takes seconds. For a policy on the hub, the revision is the one of the config in this machine's cache. For
+    the folder of a revision in that cache, both are returned.
 
     Args:
         path: `model.path`, not the name of an embedded policy.
@@ -106,7 +106,7 @@ def part_of(file: str) -> str | None:
 
 
 def _revision(path: str) -> dict[str, str]:
-    """Return the revision of a hub id whose config is in this machine's cache; empty if none is."""
+    """Return the revision of a policy on the hub by its config in this machine's cache; empty if it is not there."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 

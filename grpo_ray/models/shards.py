@@ -52,7 +52,7 @@ class ShardedWeights:
     """Reader of whole tensors of a sharded checkpoint, a few at a time."""
 
     def __init__(self, folder: Path) -> None:
-        """Read the headers of the files in a folder with shards; the folder itself may come from a stranger."""
+        """Read the headers of the files in a folder with shards, which may be untrusted."""
         self._folder = str(folder)
         stored = self._reader().read_metadata().state_dict_metadata
         self.tensors = {name: torch.empty(each.size, dtype=each.properties.dtype, device="meta")

@@ -1,4 +1,4 @@
-"""Program that renders chat templates of strangers in a process of its own, with limits that the kernel enforces.
+"""Program that renders untrusted chat templates in a process of its own, with limits that the kernel enforces.
 
 transformers renders them in Jinja's sandbox, which gives them no access to code and files, but does not limit time and
 memory, which `{{ 'a' * 10**10 }}` or nested loops can exhaust. `LimitedTemplate` starts this program and reads its
@@ -61,6 +61,6 @@ def _answer(request: bytes) -> bytes:
         answer: dict[str, Any] = {"texts": render(json.loads(request))}
     except MemoryError:
         answer = {"error": f"takes more than {MEMORY_BYTES >> 20} MiB of memory, or renders too long a text"}
-    except Exception as error:  # the template is a stranger's program, and can raise anything
+    except Exception as error:  # the template is an untrusted program, and can raise anything
         answer = {"error": f"fails: {type(error).__name__}: {error}"[:300]}
     return json.dumps(answer).encode()

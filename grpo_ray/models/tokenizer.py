@@ -20,7 +20,7 @@ def load_tokenizer(
 
     Args:
         path: local folder or hub id.
-        limits_template: render its chat template, a program that may be a stranger's, in a process with limits.
+        limits_template: render its chat template, a program that may be untrusted, in a process with limits.
     """
     tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left", trust_remote_code=trust_remote_code)
     if tokenizer.pad_token is None:
@@ -127,7 +127,7 @@ def overlong_lengths(
 
 
 def _is_byte_level(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Return True if each token stands for at least one byte of the text, after NFC normalization at most."""
+    """Return True if each token stands for at least one byte of the text, which NFC may have normalized."""
     if (backend := getattr(tokenizer, "backend_tokenizer", None)) is None:
         return False
     parts = json.loads(backend.to_str())

@@ -42,7 +42,7 @@ class WorkerSpec:
     model_path: str = field(repr=False)  # Ray Train records the arguments of workers as text, and a URI may have keys
     """Local folder, URI or hub id of the policy that the run begins with."""
     training_fingerprints: Mapping[str, DatasetFingerprint]
-    """Contents of the training problems of each source."""
+    """Fingerprint of the training problems of each source."""
     heldout_conditions: Mapping[str, Any]
     """Key of each held-out set -> conditions of its measurement (`metrics.measurement_conditions`)."""
     training_ids: Any
@@ -105,7 +105,7 @@ class GroupProgress:
         self._others: dict[int, Any] = {}
 
     def __call__(self) -> dict[int, Any]:
-        """Return the progress of each worker by rank; that of the others is old if the coordinator does not respond."""
+        """Return the progress of each worker by rank; without a response, the last known progress of the others."""
         own = self.own_progress()
         if self.attempt.workers > 1:
             answer = self.attempt.spec.coordinator.exchange_progress.remote(self.attempt.rank, own)

@@ -61,7 +61,7 @@ def describe_plan(plan: MemoryPlan) -> str:
 
 
 def measure_memory(device: torch.device) -> dict[str, float]:
-    """Measure this worker's memory so far, in GiB: of its GPU, or without one of its process.
+    """Measure this worker's memory so far, in GiB: that of its GPU, or of its process on a CPU.
 
     Returns:
         On a GPU: `allocated_peak_gib` and `reserved_peak_gib` of torch's allocator since training began, the engine's
@@ -103,7 +103,7 @@ def host_used_share(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgr
 
 
 def describe_device(device: torch.device) -> str:
-    """Return the name of this worker's GPU, or without one of its processor's architecture."""
+    """Return the name of this worker's GPU; on a CPU, the processor's architecture."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()} CPU"
 
 
@@ -153,7 +153,7 @@ class MemoryCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Forget the peaks of the engine's start."""
+        """Reset the peak statistics, so that they do not include the start of the engine."""
         if args.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(args.device)
 

@@ -65,7 +65,7 @@ class ProblemLoader:
         self._own_tokens: list[LossTokens] = []
         self._unwritten: list[GroupRecord] = []
         self._unwritten_tokens: list[LossTokens] = []
-        """Tokens of the sampled groups among these, as read by any worker."""
+        """Tokens of the samples among the unwritten groups, as any worker has read them."""
         self._not_in_files: list[GroupRecord] = []
         """Groups of all workers that no file of the run folder has yet, without texts; for the curriculum."""
         self._last_step_in_files = start_step
@@ -168,10 +168,10 @@ class ProblemLoader:
         return replace(plan, carried_over=tuple(carried_over)), steps
 
     def _plan_mixture(self, drawn: Sequence[tuple[str, int, str]]) -> tuple[MixturePlan, int]:
-        """Return the plan up to the step in which a source begins another epoch, and its number of whole steps.
+        """Return a plan and its number of whole steps; it ends before the next step in which a source begins an epoch.
 
-        The plan that begins with such a step has the source's next epoch too. So the curriculum of an epoch is derived
-        at its first step, in a run that was interrupted as in one that was not.
+        The next plan begins with that step, and includes the source's next epoch. So the curriculum of an epoch is
+        derived at its first step, whether the run was interrupted or not.
 
         Args:
             drawn: source, epoch and id of the problems that are drawn and not yet recorded.
@@ -193,11 +193,11 @@ class ProblemLoader:
                 return MixturePlan(draws, plans, steps * size), steps
 
     def _rest_of_epoch(self, source: str, epoch: int, pending: Sequence[str], least: int) -> EpochPlan:
-        """Return the plan of the problems of an epoch that are left; at the first of them, derive its curriculum.
+        """Return the plan of an epoch's remaining problems; if none is used yet, derive the epoch's curriculum first.
 
         Args:
             pending: problems of the epoch that are drawn and not yet recorded.
-            least: number of problems that the curriculum leaves in the epoch.
+            least: minimum number of problems that the curriculum leaves in the epoch.
         """
         ledger = self.ledger.ledgers[source]
         if not len(ledger.used(epoch)) and not pending:
@@ -212,7 +212,10 @@ class ProblemLoader:
         return self.config.data.skip_solved is not None or self.config.data.prefer_mixed
 
     def _apply_curriculum(self, ledger: Ledger, epoch: int, least: int) -> None:
-        """Choose the problems that an epoch skips and prefers, by the groups so far; it keeps `least` problems."""
+        """Choose the problems that an epoch skips and prefers, by the groups so far.
+
+        No problem is skipped if fewer than `least` would be left.
+        """
         if not self._has_curriculum:
             return
         data = self.config.data

@@ -112,7 +112,7 @@ class ReportCallback(TrainerCallback):
             self.target.coordinator.set_status.remote("training")
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Have the step saved if the run is asked to stop or a node is being preempted, and logged if it is saved.
+        """Request a save if the run is asked to stop or a node is being preempted, and a log of every saved step.
 
         Every saved step is logged: its checkpoint is ranked by its metrics, and after a resume these are the only
         metrics of the steps since the last report.

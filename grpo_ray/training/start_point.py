@@ -120,7 +120,7 @@ def load_ledger(
     Args:
         shares: share of each source.
         training_ids: ids of the training problems of each source, sorted, (P,) uint64.
-        fingerprints: contents of the training problems of each source.
+        fingerprints: fingerprint of the training problems of each source.
     """
     ledger = MixtureLedger.load(checkpoint, shares)
     ledger.set_datasets(training_ids, fingerprints)

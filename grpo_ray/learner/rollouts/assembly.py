@@ -138,9 +138,9 @@ def build_scorer(parts: LearnerParts) -> Scorer:
 
 
 def _early_grading(config: Config, profiler: PhaseProfiler, loaded: Sequence[Reward]) -> StartGrading | None:
-    """Return a function that starts grading a completion before it is scored; None without a reward that can.
+    """Return a function that starts grading a completion before it is scored; None if no reward can be graded early.
 
-    These are `correctness`, and rewards with a method `begin(completion, row)`, which returns a future or None.
+    `correctness` can, and rewards with a method `begin(completion, row)`, which returns a future or None.
 
     Args:
         loaded: the rewards, in the order of `rewards.functions`.

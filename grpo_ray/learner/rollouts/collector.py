@@ -66,7 +66,7 @@ class Collector:
     prove: Callable[[torch.Tensor, Batch], None]
     """Proves the sync from the learner's log-probabilities of a batch, (B, T); raises SyncError."""
     filler: DynamicSampler | None
-    """Fills steps up with groups that have signal; None to take a step on the groups first drawn."""
+    """Fills a step with groups that have signal; None to train on the groups of the first round."""
     recorder: GroupRecorder
     chooser: SampleChooser
     order: DrawOrder

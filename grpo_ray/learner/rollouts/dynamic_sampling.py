@@ -45,7 +45,7 @@ each other in the stream."""
 
 @dataclass(frozen=True)
 class FilledStep:
-    """Groups on which a step is taken, and the metrics of their choice."""
+    """Groups on which a step is taken, and the metrics of their selection."""
 
     rollout: Rollout
     """Groups that this worker trains on."""
@@ -73,7 +73,7 @@ class DynamicSampler:
 
         Args:
             first: this worker's part of the step as it was drawn.
-            draw_round: draws, generates and scores as many groups again; called equally often on every worker.
+            draw_round: draws, generates and scores the same number of groups again; all workers call it equally often.
         """
         share = len(first.rows) // self.num_generations
         wanted = share * self.workers.count
@@ -136,7 +136,7 @@ class DynamicSampler:
 
 
 def has_signal(rollout: Rollout, weights: torch.Tensor, num_generations: int) -> list[bool]:
-    """Return, for each group, True if it has signal: its rewards differ, and a completion with an advantage counts."""
+    """Return, for each group, True if it has signal: its rewards differ, and one of its completions has a gradient."""
     rewards = combine_rewards(rollout.rewards, weights).view(-1, num_generations).tolist()
     with_gradient = has_gradient(rollout.batch).view(-1, num_generations).any(dim=1).tolist()
     return [rewards_differ(group) and counts for group, counts in zip(rewards, with_gradient, strict=True)]
@@ -226,7 +226,7 @@ def _assign(indices: Sequence[GroupIndex], capacity: Sequence[int]) -> list[list
 
 
 def join_rows(parts: Sequence[Rollout], padding: Padding) -> Rollout:
-    """Concatenate rows of several rounds to one batch of TRL's width; its scalars are left out.
+    """Concatenate rows of several rounds into one batch, as wide as TRL would pad it; scalars are left out.
 
     Where the batch is wider than its rows were, the learner's log-probabilities on padding are 0; no loss reads them.
     """

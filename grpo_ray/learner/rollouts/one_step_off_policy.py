@@ -174,7 +174,7 @@ class OneStepAheadSampler:
         if self.pending is None:
             return
         pending, self.pending = self.pending, None
-        with self.profiler.span("generate"):  # the part that the learner's own work did not hide
+        with self.profiler.span("generate"):  # the part of the generation that outlasts the learner's work
             completions = pending.completions.result()
         if self.padding.device.type == "cpu":
             # vLLM's sampler on the CPU draws numbers from this generator that it does not use. The learner draws none

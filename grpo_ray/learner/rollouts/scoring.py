@@ -88,8 +88,8 @@ class Scorer:
         """Compute the rewards of completions, and gather those of all workers.
 
         Raises:
-            RewardError: a function returned another number of rewards than completions, or logged a metric under a name
-                that is not its own.
+            RewardError: a function did not return one value for each completion, or logged a metric under a name that
+                is not its own.
         """
         with self.profiler.span("score"):
             logged: dict[str, list[float]] = defaultdict(list)
