@@ -4,7 +4,7 @@ The script needs nothing but Python's standard library. In order:
 
 1. It checks the system, and ends with one line that names a missing requirement and how to install it.
 2. It creates the environment, and installs uv in it with pip.
-3. It resolves all packages along the first `Route` that offers a build of torch that belongs to vLLM's, and installs
+3. It resolves all packages by the first `Route` that finds a build of torch suitable for vLLM's build, and installs
    them with uv. pip's settings (indexes, `find-links`, certificate, proxy) are passed on to uv.
 
 `libnuma.so.1`, which vLLM's CPU build links against, is a package of the system. Where it is missing and the system
@@ -29,14 +29,14 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 OLDEST_PYTHON = (3, 11)
 UV = "uv>=0.10"
-"""Older releases of uv have no option `--excludes`."""
+"""Requirement of uv. Older releases do not have the option `--excludes`."""
 TORCH = "torch==2.13.0"
 """torch of the supported vLLM release for CPUs, without the local part of its version (`+cpu`)."""
 EXCLUDED = {
     "cpu": ("torchvision", "torchaudio", "torchcodec", "rfc3987-syntax"),
     "gpu": ("rfc3987-syntax",),
 }
-"""Accelerator -> packages that others require, nothing here uses, and the set-up leaves out.
+"""Accelerator -> packages that are not installed: other packages require them, but nothing here uses them.
 
 The default index has the first three as CUDA builds only, and beside a CPU build of torch they make the import of
 transformers fail. `rfc3987-syntax`, an optional dependency of jsonschema, compiles a grammar for a second whenever Ray
@@ -132,7 +132,7 @@ def has_gpu() -> bool:
 
 
 def check_driver() -> None:
-    """Check the NVIDIA driver before gigabytes are downloaded that it cannot run."""
+    """Check that the NVIDIA driver can run the packages, before gigabytes of them are downloaded."""
     checks = load("gpu_driver")
     issue = checks["driver_issue"](checks["SUPPORTED_CUDA"], checks["cuda_of_driver"](), checks["driver_version"]())
     if issue:

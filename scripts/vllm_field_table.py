@@ -53,7 +53,7 @@ def read_release(source: Path) -> dict[str, VllmField]:
 
 
 def literal_aliases(files: Sequence[Path]) -> dict[str, ast.expr]:
-    """Return the names that modules give to `Literal[...]`, with its expression."""
+    """Return the names that modules assign to a `Literal[...]`, each with this expression."""
     aliases = {}
     for file in files:
         for node in ast.parse(file.read_text(encoding="utf-8")).body:

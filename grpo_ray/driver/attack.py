@@ -1,10 +1,12 @@
-"""Attack on a run's rewards before the run: what a policy will find (`grpo-ray check --attack`).
+"""Search for exploitable rewards before a run (`grpo-ray check --attack`).
 
-First probes are scored (`evaluation/probes.py`): completions that no honest policy would write. Then a policy is
-trained against the rewards for two minutes, on the run's own problems and through the whole system, and the completions
-that pay most are shown. The policy is the run's own where the cluster has GPUs for it, and in runs without GPUs that
-have an embedded policy, tools, or a policy of plain text; elsewhere it is the embedded `tiny-arithmetic`, which can
-write any text, but begins with short sums in boxes.
+1. Probes are scored (`evaluation/probes.py`): completions that deserve no reward.
+2. A policy is trained on the run's own problems and rewards for two minutes, with the same workers and records as a
+   run. The completions with the highest rewards are shown.
+
+The trained policy is the run's own if the cluster has GPUs for it, or if the run uses no GPUs and has an embedded
+policy, tools, or a policy without a chat template. Otherwise it is the embedded `tiny-arithmetic`, which can write any
+text, but begins with short sums in boxes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,13 +36,13 @@ from grpo_ray.storage.run_folder import RunFolder
 from grpo_ray.storage.uris import redact_credentials
 
 MAX_STEPS = 10_000
-"""Steps that no attack reaches."""
+"""Step limit of the training, so high that the time limit ends the training first."""
 MAX_LENGTH = 128
 """Longest completion of the embedded policy, tokens."""
 MAX_PROBLEMS = 2_000
 """Problems of each source that the policy is trained on."""
 MAX_HELDOUT = 32
-"""Problems of each held-out set that it is measured on: not one, whose prompt may be too long."""
+"""Problems of each held-out set that the policy is measured on. Several, because overlong prompts are left out."""
 LEARNING_RATE = 1e-3
 """Learning rate of the embedded policy."""
 KEPT_TRL_FIELDS = frozenset({"reward_weights", "scale_rewards", "multi_objective_aggregation"})
@@ -48,12 +50,12 @@ KEPT_TRL_FIELDS = frozenset({"reward_weights", "scale_rewards", "multi_objective
 SHOWN = 8
 """Completions that are shown."""
 WINDOW = 5
-"""First and last steps whose means are compared."""
+"""Number of first steps, and of last steps, whose means are compared."""
 
 
 @dataclass(frozen=True)
 class PaidCompletion:
-    """A completion of the last steps, and what it earned."""
+    """Completion of the last steps, with its reward."""
 
     reward: float
     """Combined reward."""
@@ -75,11 +77,12 @@ class AttackReport:
     last: Mapping[str, float]
     """The same over the last steps."""
     completions: tuple[PaidCompletion, ...]
-    """Recorded completions of the last third of the steps that paid most, the best first; equal texts count once."""
+    """Recorded completions of the last third of the steps with the highest rewards, highest first; equal texts count
+    once."""
     folder: str
     """Run folder of the attack, for `grpo-ray report`."""
     stopped: str | None
-    """Name of the signal that stopped it before its time was over; None if none did."""
+    """Name of the signal that stopped the training before its time limit; None if none did."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report in JSON's types."""
@@ -171,10 +174,11 @@ def _with_workers(config: Config, gpus: int) -> Config | None:
 def probe_rewards(config: Config, columns: Sequence[str]) -> tuple[ProbeReport, ...]:
     """Score the probes on the first problems of each source.
 
-    Sources with a reward model, or the reward of an environment, are left out: what gives them runs in training only.
+    Sources with a reward model or an environment's reward are left out, because reward models and environments run in
+    training only.
 
     Args:
-        columns: columns of any training problem, all of which rewards receive, as in training.
+        columns: columns that occur in any training problem; rewards receive all of them, as in training.
 
     Raises:
         RewardError: a reward cannot be loaded, or fails.
@@ -199,7 +203,7 @@ def train_against(config: Config, planned: Config, seconds: float) -> AttackRepo
     Args:
         config: config of the run.
         planned: config of the training, from `plan_attack`.
-        seconds: time of training, from the first step.
+        seconds: duration of the training, from the first step.
 
     Raises:
         GrpoRayError: the trial was refused, or its workers failed.
@@ -226,7 +230,7 @@ def _means(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def paid_completions(folder: RunFolder, steps: int) -> tuple[PaidCompletion, ...]:
-    """Return the best paid of the completions that were recorded in the last third of the steps, each text once."""
+    """Return the recorded completions of the last third of the steps with the highest rewards, each text once."""
     table = read_steps(folder, first=1 + 2 * steps // 3, samples_only=True, with_texts=True)
     paid = [
         PaidCompletion(reward, row["step"], row["prompt"], text)

@@ -1,7 +1,7 @@
-"""Forecast of a run from a few of its steps: signal, hours, GPU hours, and the smallest gain that can be seen.
+"""Forecast of a run from a few of its steps: signal, hours, GPU hours, and the smallest significant gain.
 
-`grpo-ray check --forecast` takes some steps of the run as it is, with a learning rate of 0, so that all of them show
-the initial policy: the same problems, sizes, workers, held-out sets and checkpoint, in a run folder of its own.
+`grpo-ray check --forecast` takes a few steps with the run's own problems, sizes, workers, held-out sets and checkpoint,
+in a separate run folder. The learning rate is 0, so that all steps measure the initial policy.
 """
 
 import math
@@ -32,7 +32,7 @@ class Forecast:
     steps: int
     """Steps that were taken."""
     groups: int
-    """Groups that were generated for them, those put aside by `grpo.dynamic_sampling` included."""
+    """Groups that were generated for these steps, including those discarded by `grpo.dynamic_sampling`."""
     signal: Measure
     """Share of the groups whose rewards differ, so that they have a gradient, with its 95 % interval."""
     reward: float
@@ -41,25 +41,25 @@ class Forecast:
     """Mean length of its completions, tokens."""
     truncated_share: float
     startup_seconds: float
-    """From the command to the first step: start of the workers and engines, and the measurement before training."""
+    """Time from the command to the first step: start of workers and engines, and the measurement before training."""
     step_seconds: float
-    """Mean of a generation batch's steps, without measurement and checkpoint: median over the batches after the first
-    one."""
+    """Duration of one step without measurement and checkpoint: mean over the steps of each generation batch, then the
+    median over the batches after the first one."""
     saving_seconds: float
-    """Checkpoint of one step, and its measurement unless a separate engine measures."""
+    """Duration of one checkpoint, including its measurement unless a separate engine measures."""
     hours: float
-    """Whole run: start, steps, checkpoints."""
+    """Duration of the whole run: start, steps, checkpoints."""
     gpus: int
     """GPUs of the trial's workers, and of a separate engine that measures."""
     gpu_hours: float
-    """Hours multiplied by the number of GPUs; 0 without."""
+    """Hours multiplied by the number of GPUs; 0 without GPUs."""
     cost: float | None
     """GPU hours multiplied by the price; None without a price."""
     baseline: Mapping[str, Measure]
     """Key of each held-out set -> accuracy, or mean score, of the initial policy."""
     smallest_gain: Mapping[str, float]
-    """Key of each held-out set with an interval -> smallest difference from the initial policy that is not within
-    chance, at 95 %."""
+    """Key of each held-out set with an interval -> smallest difference from the initial policy that is statistically
+    significant, at 95 %."""
     folder: str
     """Run folder of the trial."""
 
@@ -180,10 +180,10 @@ def summarize_trial(
 
 
 def smallest_gain(baseline: Measure) -> float:
-    """Return the smallest difference between two means of a held-out set that is not within chance, at 95 %.
+    """Return the smallest statistically significant difference between two means of a held-out set, at 95 %.
 
-    Two independent means with intervals of the half-width h differ by more than chance if they differ by more than
-    sqrt(2) h. Policies are compared on the same problems, which can show smaller differences (`evaluation/paired.py`),
-    so this is an upper bound. NaN if the interval is unknown.
+    Two independent means whose intervals have the half-width h differ significantly if they differ by more than
+    sqrt(2) h. This is an upper bound, since policies are compared on the same problems, where smaller differences can
+    be significant (`evaluation/paired.py`). NaN if the interval is unknown.
     """
     return math.sqrt(2) * (baseline.high - baseline.low) / 2

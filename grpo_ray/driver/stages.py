@@ -68,7 +68,7 @@ class DatasetIndexes:
 
     @property
     def training_splits(self) -> dict[str, Split]:
-        """Source -> its training problems. All have the same columns, since rewards receive those of a whole step."""
+        """Source -> its training problems, all with the same columns: rewards get the problems of a step together."""
         columns = {name for index in self.training.values() for name in index.split.columns or ()}
         return {name: replace(index.split, columns=tuple(sorted(columns))) for name, index in self.training.items()}
 
@@ -185,7 +185,7 @@ class InitialPolicy:
 
     @property
     def is_of_other_run(self) -> bool:
-        """True if the baseline measures a checkpoint of another run, which may be a stranger's."""
+        """True if the baseline measures a checkpoint of another run, which may be untrusted."""
         return self.measured_path != self.path
 
 

@@ -16,7 +16,7 @@ from grpo_ray.telemetry.profiler import seconds_by_category, seconds_by_phase
 from grpo_ray.text.redaction import known_secrets, redact_settings
 
 REWARD_ROWS = 10
-"""Logged steps that the first and the last mean reward are taken over."""
+"""Number of logged steps over which the first, and the last, mean reward is taken."""
 
 
 @dataclass(frozen=True, kw_only=True)

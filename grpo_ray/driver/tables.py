@@ -190,7 +190,7 @@ def print_probes(reports: "Sequence[ProbeReport]") -> None:
 
 
 def print_attack(report: "AttackReport") -> None:
-    """Print what the training against the rewards changed, and the completions that paid most."""
+    """Print the means of the first and of the last steps, and the completions with the highest rewards."""
     console = _wide_console()
     title = f"{report.policy} trained against the rewards, {report.steps} steps"
     title += f", stopped by {report.stopped}" if report.stopped else ""

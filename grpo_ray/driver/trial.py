@@ -1,7 +1,7 @@
 """Short trial of a run in a run folder of its own, for `check --attack` and `check --forecast`.
 
-A trial goes through the driver, the workers and the records of any run, so that it shows what a run does. The user's
-own run folder is only read.
+A trial uses the same driver, workers and records as a run, so that it behaves like one. The user's own run folder is
+only read.
 """
 
 import itertools
@@ -28,7 +28,7 @@ class Trial:
 
     folder: RunFolder
     stopped: str | None
-    """Name of the signal that stopped it; None if it took its steps, or its time was over."""
+    """Name of the signal that stopped the trial; None if it took all its steps or reached its time limit."""
 
 
 class StoppedTrialError(GrpoRayError):
@@ -40,7 +40,7 @@ class StoppedTrialError(GrpoRayError):
 
 
 def trial_run(config: Config, kind: Literal["attack", "forecast"]) -> RunConfig:
-    """Return the section `run` of a trial: a new folder beside the run's, and nothing that leaves the machine."""
+    """Return the section `run` of a trial: a new folder beside the run's, without trackers and notifications."""
     names = (f"{config.run.name}-{kind}-{number}" for number in itertools.count(1))
     folders = (RunFolder(config.run.storage_path, name, config.run.storage_retry_seconds) for name in names)
     free = next(folder for folder in folders if not folder.exists())
@@ -66,27 +66,27 @@ def constant_rate(grpo: GrpoConfig) -> dict[str, Any]:
 
 
 class TimeLimit(RunObserver):
-    """Observer that asks for a stop some seconds after the first step has begun.
+    """Observer that requests a stop some seconds after the first step has begun.
 
     Args:
-        seconds: time of training.
+        seconds: duration of the training.
     """
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
         self.request_stop: Callable[[], None] = lambda: None
-        """Asks the workers to finish their step, save it and end; set before training begins."""
+        """Makes the workers finish their step, save it and end; set before training begins."""
         self._timer: threading.Timer | None = None
 
     def event(self, entry: Mapping[str, Any]) -> None:
-        """Start the time when training begins."""
+        """Start the timer when training begins."""
         if entry["event"] == "training" and self._timer is None:
             self._timer = threading.Timer(self.seconds, lambda: self.request_stop())
             self._timer.daemon = True
             self._timer.start()
 
     def close(self) -> None:
-        """End the time."""
+        """Cancel the timer."""
         if self._timer is not None:
             self._timer.cancel()
 
@@ -96,8 +96,8 @@ def run_trial(config: Config, of: RunConfig, seconds: float | None = None) -> Tr
 
     Args:
         config: with the section of `trial_run`.
-        of: section `run` of the run itself, whose problems that can never be rewarded are left out here too.
-        seconds: time of training, after which the current step is finished and saved; None: no limit.
+        of: section `run` of the run itself; problems that its folder lists as unverifiable are left out here too.
+        seconds: duration of the training, after which the current step is finished and saved; None: no limit.
 
     Raises:
         GrpoRayError: preflight refused the run, or the workers failed.
@@ -108,7 +108,8 @@ def run_trial(config: Config, of: RunConfig, seconds: float | None = None) -> Tr
         folder.write_text(original.read_text(UNVERIFIABLE_FILE), UNVERIFIABLE_FILE)
     observers: list[RunObserver] = []
     if config.rollout.has_conversations:
-        observers.append(WarmStartEnd())  # the driver does not know that this process has started the cluster
+        # `prepare` adds this observer only if it starts the cluster itself. Here the cluster is already running.
+        observers.append(WarmStartEnd())
     limit = TimeLimit(0.0 if seconds is None else seconds)
     if seconds is not None:
         observers.append(limit)

@@ -70,8 +70,8 @@ class RunFollower:
         self.can_read = True
         """False once the cluster, and the coordinator with it, is lost."""
         self._resumed: tuple[int, list[dict[str, Any]]] | None = None
-        """Step that an attempt began with, and the latest rows up to it; passed on at its first step, or at once if no
-        step is left: an attempt that fails before its first step leaves everything as it is."""
+        """Step that an attempt began with, and the latest rows up to it. Passed on when the attempt takes its first
+        step, or at once if no step is left, so that an attempt that fails before its first step discards nothing."""
         self._entries_read = 0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._follow, daemon=True)

@@ -1,8 +1,8 @@
-"""Total memory and disk space of several processes, which the kernel limits only with privileges.
+"""Total memory and disk space of several processes.
 
-Without them, it limits the address space of each process and the size of each file. The supervisor of tools therefore
-measures the totals. Folders are read and removed without recursion: code may nest them deeper than Python's stack and
-the longest path allow.
+Without privileges, the kernel limits only the address space of each process and the size of each file. The supervisor
+of tools therefore measures the totals. Folders are read and removed without recursion: code may nest them deeper than
+Python's stack and the longest path allow.
 """
 
 import contextlib
@@ -56,11 +56,11 @@ def disk_in_use(folder: str) -> int:
 
 
 def disk_excess(folder: str, pids: Iterable[int], max_bytes: int, max_files: int) -> str | None:
-    """Describe the limit that a folder and the deleted files that processes keep open exceed; None if none.
+    """Describe the limit that the files of a folder, with deleted ones that are still open, exceed; None if none.
 
     Args:
         folder: its files and folders are counted, at all depths.
-        pids: processes whose open files are counted if they have no name; memory of `memfd_create` is such a file.
+        pids: processes whose open files without a name are counted: deleted files, and memory of `memfd_create`.
         max_bytes: allocated space; holes in files do not count.
         max_files: number of files and folders.
     """
@@ -89,7 +89,7 @@ def remove_folder(folder: str, at_most: int | None = None) -> bool:
     Nested folders are first moved to the top, so that no path becomes too long.
 
     Args:
-        at_most: number of files and folders, at all depths, after which this ends; None: all.
+        at_most: most files and folders, at all depths, that are removed; None: all.
 
     Returns:
         False if there was more to remove.

@@ -1,8 +1,9 @@
 """Confinement of code that the policy writes: readable files, the layers of protection that work here, and a trial.
 
 The supervisor of tools calls `prepare` once. The processes of episodes are its forks; they confine the interpreters
-that they start, or themselves, with `confine`. Without `prepare` the code is confined, or not run. Where namespaces can
-be made, the process that starts the interpreters first gets private mounts, with `hide_system`.
+that they start, or themselves, with `confine`. If `prepare` was not called, `confine` requires a confinement and raises
+an error without one. Where namespaces can be made, `hide_system` first gives the process that starts the interpreters
+private mounts.
 """
 
 import os
@@ -215,12 +216,12 @@ def confine(own: str, limits: Mapping[int, int], files: Iterable[str] = ()) -> N
     """Confine this process, which is about to run code, to its folder. Its forks are confined too.
 
     Args:
-        own: its folder, in which it can write, also in folders inside.
+        own: folder of the process, in which it can write at all depths.
         limits: resource (`RLIMIT_...`) -> hard limit.
         files: further files that it reads, if nothing was prepared.
 
     Raises:
-        ConfinementError: it must be confined and cannot be.
+        ConfinementError: confinement is required, and this process cannot be confined.
     """
     if _isolation.is_applied:
         for kind, limit in limits.items():

@@ -1,4 +1,4 @@
-"""Process that reads untrusted texts under limits of CPU time and memory, one at a time, and the client of it.
+"""Process that reads untrusted texts, one at a time, under limits of CPU time and memory; and its client.
 
 Some texts make a parser's time grow with a power of their length, and a thread cannot be stopped inside of it. CPU time
 limits each text: unlike wall time, it does not depend on the load of the machine.
@@ -51,8 +51,8 @@ class LimitedProcess:
     def ask(self, request: bytes) -> bytes | None:
         """Return the answer to a request; None if it exceeds the limits of the process.
 
-        If the process ends in another way, for example killed by the kernel because memory ran out, it is asked once
-        more.
+        If the process ends in another way, for example killed by the kernel because memory ran out, the request is
+        repeated once.
 
         Raises:
             StartError: the process cannot run.

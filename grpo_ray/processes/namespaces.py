@@ -34,7 +34,10 @@ def is_first_of_namespace(pid: int) -> bool:
 
 
 class PidNamespaces:
-    """Factory of PID namespaces for children of this process. Only root needs no intermediate process."""
+    """Factory of PID namespaces for children of this process, for root only.
+
+    Other users need an intermediate process between this one and the child (`enter_pid_namespace`).
+    """
 
     def __init__(self) -> None:
         self._libc = ctypes.CDLL(None, use_errno=True)

@@ -54,9 +54,9 @@ def process_state(pid: int) -> str:
 def kill_all(pid: int) -> None:
     """Kill a child of this process and all processes below it, and reap the child.
 
-    It ends however fast the processes multiply: the kernel kills a PID namespace with its first process, and a process
-    group in one call. Processes that have left both become children of this process, and are killed when they are
-    reaped. Processes of another user that this one may not kill are left running.
+    Terminates however fast the processes multiply: the kernel kills a PID namespace with its first process, and a
+    process group in one call. Processes that have left both become children of this process, and are killed when they
+    are reaped. Processes of another user that this one may not kill are left running.
     """
     level = [pid]
     is_foreign = False
@@ -79,7 +79,7 @@ def kill_all(pid: int) -> None:
 def process_usage(pid: int) -> tuple[float, int]:
     """Return a process's CPU seconds and resident bytes.
 
-    Zeros where the system has no /proc, which only makes limits longer.
+    Both are 0 on a system without /proc; time limits that depend on them are then longer, never shorter.
     """
     try:
         with open(f"/proc/{pid}/stat", "rb") as stat:

@@ -82,8 +82,8 @@ class RequestClient:
         child, self._child = self._child, None
         if child is None:
             return None
-        # It leads a group (`child.py`), which processes below it may have left. If its connection closed first, it
-        # would exit with another code.
+        # The process leads a group (`child.py`), but its descendants may have left the group. The connection is closed
+        # last: once it is closed, the process exits on its own, with another code.
         for below in descendants(child.process.pid):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(below, signal.SIGKILL)

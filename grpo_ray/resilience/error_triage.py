@@ -127,7 +127,7 @@ def error_signature(error: BaseException) -> str | None:
 
 
 def raise_if_fatal(error: BaseException) -> None:
-    """Raise one of `FATAL_ERRORS` in Ray Train's controller, which does not retry errors raised there."""
+    """Raise an error again if it is one of `FATAL_ERRORS`: Ray Train does not retry errors raised in its controller."""
     if isinstance(user_error := _unwrap(error), FATAL_ERRORS):
         raise user_error
 
@@ -170,9 +170,9 @@ def is_memory_kill(error: BaseException) -> bool:
 class RepeatedErrorDetector:
     """Detector of bugs: the same error at the same step in two attempts. Used in Ray Train's controller.
 
-    Two kinds of errors are no evidence of a bug: all errors of an attempt in which a worker died, because they may
-    follow from its death, and errors that report a lost connection to another worker, because Ray may not have noticed
-    its death yet.
+    Two kinds of errors are not evidence of a bug: all errors of an attempt in which a worker died, because its death
+    may have caused them, and errors that report a lost connection to another worker, because that worker may have died
+    and Ray may not have noticed it yet.
     """
 
     def __init__(self) -> None:

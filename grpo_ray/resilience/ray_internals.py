@@ -158,7 +158,7 @@ def own_session() -> Iterator[None]:
 
 @contextmanager
 def longer_start(seconds: float) -> Iterator[None]:
-    """Have `ray.init` wait up to `seconds` for the node that it starts; its own limit of 30 s is not a setting.
+    """Have `ray.init` wait up to `seconds` for the node that it starts; Ray's limit of 30 s cannot be configured.
 
     The raylet registers the node after its agents have started. They need 8 CPU seconds, and longer on a machine that
     computes something else.

@@ -27,7 +27,7 @@ def choice(
 ) -> list[float | None]:
     r"""Reward the right letter as the only answer of a completion: 1.0, else 0.0.
 
-    The answer is read as that of `correctness`: a box, an `<answer>` tag, a formula after `answer`. Without one of
+    The answer is found as for `correctness`: a box, an `<answer>` tag, a formula after `answer`. Without one of
     them, statements in prose count (`The answer is (B)`, `**Answer:** B`), or a completion that is the choice itself.
     Two different letters, in two boxes, in two statements or in the sentence of a statement, earn nothing.
 
@@ -54,7 +54,8 @@ def right_letter(solution: str | None, choices: str) -> str | None:
 
 
 def chosen_letters(completion: str, right: str) -> set[str]:
-    """Return the letters that a completion states as its answer; "?" stands for any answer but the right letter."""
+    """Return the letters that a completion states as its answer; "?" for an answer that is neither the right letter nor
+    a statement in prose."""
     text = completion[-MAX_CHARACTERS:]
     if answers := extract_answers(text):
         return {_letter(answer, right) for answer in answers}

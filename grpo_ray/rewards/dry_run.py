@@ -30,11 +30,11 @@ class DryRun:
     wrong: tuple[float | None, ...]
     """Rewards of completions that state another problem's solution."""
     note: str = ""
-    """Reason the reward was not called, or what it returned where no completion is right or wrong; else ""."""
+    """Reason why the reward was not called, or its values on problems without solutions; else ""."""
 
 
 def right_and_wrong_completions(problems: Sequence[Problem]) -> list[tuple[Problem, str]]:
-    """Return all problems but the last twice: first each with a right completion, then each with a wrong one.
+    """Pair all problems but the last with right completions, then the same problems with wrong completions.
 
     A wrong completion states the next problem's solution. A single problem is paired with a right completion and with
     one that has no answer.
@@ -82,7 +82,7 @@ def dry_run_reward(
     texts = [text for _, text in rows]
     messages = [[{"role": "assistant", "content": text}] for text in texts]
     completions = texts if uses_plain_prompts(tokenizer) else messages
-    call = reward.try_once if isinstance(reward, IsolatedReward) else reward  # a failure here is the user's to mend
+    call = reward.try_once if isinstance(reward, IsolatedReward) else reward  # a failure must reach the user
     returned = call(
         **reward_arguments([problem for problem, _ in rows], completions, tokenizer(texts)["input_ids"], names)
     )

@@ -42,7 +42,7 @@ def tag_format(
     """Reward each of `<think>`, `</think>`, `<answer>`, `</answer>` in order: 0.0 to 4 * credit.
 
     A tag counts if it occurs exactly once, after the counted tags before it. Partial credit gives a gradient to a model
-    that never wrote the tags; a tag written twice earns nothing, so repeating tags does not pay.
+    that never wrote the tags; a tag written twice earns nothing, so repeating tags gains nothing.
 
     Args:
         completions: One completion per row.

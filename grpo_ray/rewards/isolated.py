@@ -1,11 +1,11 @@
 """Reward functions of the user in processes of their own (`rewards.isolate`).
 
-A function that hangs, exits, needs too much memory or raises an error neither ends nor stops the run: the completions
-have no reward from it (None), and the metric `reward/failed_share` counts them. Each reward has one process on each
-worker, which is started again after it has ended.
+A function that hangs, exits, needs too much memory or raises an error neither ends nor blocks the run: its completions
+get no reward (None), and the metric `reward/failed_share` counts them. Each reward has one process on each worker; the
+process is started again after it has ended.
 
-A failed call is repeated for each problem on its own, so that a completion on which the function fails takes the reward
-only from the completions of the same problem. They all lose it: otherwise a policy could escape a penalty with a
+A failed call is repeated for each problem separately, so that a completion on which the function fails affects only the
+completions of the same problem. All of these lose their reward: otherwise a policy could escape a penalty by writing a
 completion on which the function fails.
 """
 
@@ -32,9 +32,9 @@ LOAD_SECONDS = 600.0
 """Time limit for the import of the user's modules, which may load models."""
 MAX_ANSWER_BYTES = 1 << 26
 GRACE_SECONDS = 30.0
-"""Time after its limit in which a process ends itself."""
+"""Time after the limit of a call for which the client waits for the process to end itself, before it kills it."""
 STATE_FIELDS = ("global_step", "max_steps", "epoch", "num_train_epochs", "logging_steps", "save_steps", "eval_steps")
-"""Fields of transformers' `TrainerState` that reach the function."""
+"""Fields of transformers' `TrainerState` that are passed to the function."""
 
 Arguments = Mapping[str, Any]
 
@@ -71,7 +71,7 @@ class IsolatedReward:
         self._is_dirty = False
         """True if a call failed that may have left the state half changed."""
         self._ends = 0
-        """Processes that have ended since the current call was divided."""
+        """Processes that have ended since the current call was divided by problems."""
         self.failed_places: Sequence[int] = ()
         """Completions of the last call whose reward failed."""
         weakref.finalize(self, self._client.stop)
@@ -84,10 +84,10 @@ class IsolatedReward:
         log_metric: Callable[[str, float], None],
         **others: Any,
     ) -> list[float | None]:
-        """Return the reward of each completion, (B,): None where the function says so, or fails.
+        """Return the reward of each completion, (B,): None where the function returns None, or fails.
 
         Raises:
-            RewardError: the function cannot be loaded, or logs a metric under a name of the run's own.
+            RewardError: the function cannot be loaded, or logs a metric under a name that the run itself uses.
         """
         arguments = {"completions": completions, "prompts": prompts, "log_metric": log_metric, **others}
         with self._lock:
@@ -203,11 +203,11 @@ class IsolatedReward:
 class StatefulIsolatedReward(IsolatedReward):
     """Isolated reward of a class with `state_dict` and `load_state_dict`.
 
-    Its state is that after the last successful call.
+    The state is the one after the last successful call.
     """
 
     def state_dict(self) -> Any:
-        """Return the state, of JSON types; of a reward that was not called yet, its first one."""
+        """Return the state, of JSON types; before the first call, the initial one."""
         with self._lock:
             self._load()
             return self._state
@@ -220,18 +220,19 @@ class StatefulIsolatedReward(IsolatedReward):
 
 
 class _Failure(Exception):
-    """A call that gave no rewards; the message says why."""
+    """Call that gave no rewards; the message is the reason."""
 
 
 _NOT_SENT = frozenset({"log_metric", "log_extra", "trainer_state"})
 
 
 def _reason(code: int | None, seconds: float, limit: float) -> str:
-    """Say why a process ended.
+    """Return the reason why a process ended.
 
     Args:
         code: its exit code; None if it ended while it started.
-        seconds: time of the call.
+        seconds: duration of the call.
+        limit: time limit of the call, seconds.
     """
     if code is None:
         return "its process ended while it started"

@@ -29,24 +29,24 @@ from grpo_ray.text.redaction import redact
 MAX_ERROR = 500
 """Largest number of characters of an error's message."""
 PARENT_SECONDS = 2.0
-"""Interval at which the parent is looked for. The signal of `die_with_parent` follows the thread that started this
-process, which may end before the parent does."""
+"""Time between two checks that the parent lives. `die_with_parent` is not used: its signal is sent at the end of the
+thread that started this process, which may end before the parent does."""
 
 
 class Server:
-    """The reward, and what its calls share."""
+    """The loaded reward, and the event loop that its calls share."""
 
     def __init__(self) -> None:
         self._name = ""
         self._reward: Any = None
         self._runner = asyncio.Runner()
-        """Event loop of a reward that is a coroutine, kept between calls so that its clients stay usable."""
+        """Event loop of an `async def` reward, kept between calls so that the reward's network clients stay usable."""
 
     def answer(self, request: bytes) -> bytes:
         """Load the reward, or call it, within the request's time limit; at the limit the process ends."""
         message = json.loads(request)
-        # A thread of C code, which also ends a function that never gives other Python code a turn, and prints the
-        # function's stack to stderr. Timers with signals are left to the function.
+        # A thread of C code: it also ends a function that never releases the interpreter lock, and it prints the
+        # function's stack to stderr. Timers with signals stay free for the function's own use.
         faulthandler.dump_traceback_later(message["seconds"], exit=True)
         try:
             if "name" in message:
@@ -125,7 +125,7 @@ def main(descriptor: int) -> None:
         descriptor: of this end.
     """
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
-    os.dup2(2, 1)  # what the function prints goes where its errors go: into the worker's log
+    os.dup2(2, 1)  # the function's output goes to stderr, and so into the worker's log
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with socket.socket(fileno=descriptor) as sock:
         sock.set_inheritable(False)  # else a process of the function would keep the connection open

@@ -87,18 +87,20 @@ class Judge:
         Args:
             base_url: address of the endpoint, such as `http://10.0.0.5:8000/v1`.
             model: name of the judge's model at the endpoint.
-            rubric: what is good, for the judge.
+            rubric: criteria by which the judge grades.
             api_key_variable: environment variable of the workers with the key; not needed by a server without keys.
             lowest: score of reward 0.0.
             highest: score of reward 1.0.
-            together: ask about all completions of a problem that a worker has at once, so that they are compared.
+            together: put all completions of a problem that a worker has into one question, so that the judge compares
+                them.
             concurrency: number of requests of one worker at a time.
             timeout: time limit of one request, seconds.
-            attempts: number of requests for one question, while the judge fails or answers in another form.
+            attempts: most answers to one question while they are malformed; and most requests for one answer while the
+                endpoint fails.
             max_tokens: length of an answer, with the judge's reasoning.
             temperature: sampling temperature of the judge.
-            max_cost: cost of all verdicts of the run that ends it; None: no limit. It is compared before each worker
-                asks, so a step that has begun may exceed it.
+            max_cost: total cost of the run's verdicts at which the run ends; None: no limit. Each worker checks it
+                before its requests of a step, so a step that has begun may exceed it.
             prices: cost of a million tokens that the judge reads, and of a million that it writes.
 
         Raises:
@@ -176,7 +178,7 @@ class Judge:
         import openai
 
         key = os.environ.get(self.api_key_variable) or "none"
-        # The client waits between attempts as long as the server asks for, and retries what may succeed.
+        # The client retries requests that may succeed, and waits in between as long as the server demands.
         return openai.OpenAI(base_url=self.base_url, api_key=key, timeout=self.timeout, max_retries=self.attempts - 1)
 
     def _questions(
@@ -200,7 +202,7 @@ class Judge:
     def _question(self, rows: tuple[int, ...], prompt: str, solution: str | None, texts: tuple[str, ...]) -> Question:
         """Return the question about some completions.
 
-        The marks of the tags follow from the texts themselves, so no text can contain its own.
+        The names of the tags around the texts end with a hash of the texts, so that no text can contain its own tags.
         """
         content = [self.model, self.rubric, self.lowest, self.highest, self.temperature, prompt, solution, texts]
         key = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:32]
@@ -224,7 +226,7 @@ class Judge:
             return list(threads.map(self._ask, questions))
 
     def _ask(self, question: Question) -> Answer:
-        """Ask until the answer is valid. Raises RewardError if no question can succeed."""
+        """Ask until the answer is valid, at most `attempts` times. Raises RewardError if no question can succeed."""
         import openai
 
         used = [0, 0]
@@ -247,7 +249,7 @@ class Judge:
                 ) from None
             except openai.APIStatusError as error:
                 reason = f"status {error.status_code}"
-                break  # the client has retried what may succeed
+                break  # the client has already retried it if that may help
             except openai.APIError as error:  # no connection, no answer in time, an answer that is not OpenAI's
                 reason = type(error).__name__
                 break

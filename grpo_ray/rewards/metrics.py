@@ -10,10 +10,11 @@ PREFIX = "reward/"
 """First part of the name of every metric that a reward records."""
 
 FAILED_SHARE = f"{PREFIX}failed_share"
-"""Metric of a call of a judge or an isolated reward: the share of its completions without a reward, as it failed."""
+"""Metric of each call of a judge or an isolated reward: share of its completions without a reward due to a failure."""
 
 OF_GRADING = frozenset({"verifier_timeouts", "unscorable_share", "undecided_share", "failed_share"})
-"""Metrics of rewards that grade or may fail. A reward that does so too may record them by their full names."""
+"""Metrics of the built-in rewards that grade or may fail. Another reward may record them only by their full names, with
+`reward/`."""
 
 
 def reward_metric(name: Any, value: Any, rewards: Collection[str]) -> tuple[str, float]:

@@ -18,13 +18,13 @@ def reward_arguments(
     token_ids: Sequence[Sequence[int]],
     names: Collection[str],
 ) -> dict[str, Any]:
-    """Return the keyword arguments of rewards as of step 0, with metrics that are checked and not recorded.
+    """Return the keyword arguments that rewards get at step 0. Metrics that they log are checked, but not recorded.
 
     Args:
         problems: (B,) at least one; all with the same columns.
         completions: (B,) messages of the completion of each problem; or texts, and then prompts are plain text too.
         token_ids: (B,) its tokens.
-        names: names of the run's rewards, whose own metrics are not to be logged.
+        names: names of the run's rewards; a reward must not log a metric under the name of one of theirs.
     """
     from transformers import TrainerState
 
@@ -39,12 +39,12 @@ def reward_arguments(
         "completion_ids": [list(ids) for ids in token_ids],
         "trainer_state": TrainerState(),
         "log_extra": lambda column, values: None,
-        "log_metric": lambda metric, value: reward_metric(metric, value, names),  # raises what training would raise
+        "log_metric": lambda metric, value: reward_metric(metric, value, names),  # raises as in training
     }
 
 
 def read_rewards(name: str, returned: Any, completions: int) -> list[float | None]:
-    """Return what a reward function returned as numbers; NaN counts as None.
+    """Convert the return value of a reward function to numbers; NaN becomes None.
 
     Args:
         name: entry of `rewards.functions`, for messages.
@@ -52,7 +52,7 @@ def read_rewards(name: str, returned: Any, completions: int) -> list[float | Non
         completions: number of completions, B.
 
     Raises:
-        RewardError: it is no sequence, or has another length.
+        RewardError: it is not a sequence, or has another length.
     """
     values = returned.tolist() if hasattr(returned, "tolist") else returned
     if not isinstance(values, Sequence) or len(values) != completions:

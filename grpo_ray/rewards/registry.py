@@ -211,11 +211,11 @@ def heldout_correctness(config: RewardsConfig) -> Callable[..., list[float | Non
 def needs_solutions(config: Config, source: str = "") -> bool:
     """Return True if any reward, or the score of held-out completions, cannot be computed without solutions.
 
-    These are the built-in ones that read it, and the user's own functions with a parameter `solution` that has no
-    default. Raises RewardError if a function of the user cannot be imported.
+    Such rewards are the built-in ones that read the solution, and the user's own functions with a parameter `solution`
+    that has no default. Raises RewardError if a function of the user cannot be imported.
 
     Args:
-        source: name of the source of a mixture whose rewards are meant; "" for all rewards.
+        source: name of a source of a mixture, to check the rewards of its problems only; "" for all rewards.
     """
     own = [name for name in (*config.rewards_of(source), config.heldout_score_of(source)) if ":" in name]
     return config.needs_solutions_of(source) or any(map(_requires_solution, map(_import_function, own)))

@@ -9,8 +9,8 @@ A reward model is a sequence classifier with one output, as in TRL, which render
 own chat template. The numbers are those of TRL up to rounding, since other texts may share a pass.
 
 The actor starts again if its process or node is lost, loads the models anew, and answers the calls that were lost with
-it, so the workers go on training. It is no part of their process group, and has no state of the run: a resumed run gets
-the same numbers.
+it, so the workers go on training. It is not part of their process group, and has no state of the run: a resumed run
+gets the same numbers.
 """
 
 import hashlib
@@ -53,7 +53,7 @@ class RewardModel:
             arguments: further arguments of `from_pretrained`.
 
         Raises:
-            RewardError: it has no weights for its output: it is no sequence classifier.
+            RewardError: it has no weights for its output, so it is not a sequence classifier.
         """
         from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
@@ -66,9 +66,9 @@ class RewardModel:
         if missing := sorted(info["missing_keys"]):  # transformers would fill them with random numbers
             raise RewardError(f"it has no weights {', '.join(missing)}: it is no sequence classifier with one output")
         text_config = model.config.get_text_config()
-        # A classifier reads the output at the last token that is no padding.
+        # A classifier reads the output at the last token that is not padding.
         text_config.pad_token_id = tokenizer.pad_token_id
-        text_config.use_cache = False  # of keys and values, which nothing reads again
+        text_config.use_cache = False  # the cached keys and values would never be read
         return cls(model.eval().to(device), tokenizer)
 
     def score(self, texts: Sequence[str]) -> list[float]:
@@ -287,6 +287,6 @@ def _start(config: Config, name: str) -> Any:
 
 
 def _reward_error(error: BaseException, what: str) -> RewardError:
-    """Return an error of the actor in one line: that which it raised, or else why there is no answer."""
+    """Return the RewardError that the actor raised, or else one line with the reason why it did not answer."""
     cause = getattr(error, "cause", None)
     return cause if isinstance(cause, RewardError) else RewardError(f"{what}: {describe_worker_error(error)}")

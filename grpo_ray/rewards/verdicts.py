@@ -43,7 +43,7 @@ class VerdictStore:
     def cost_of_run(self) -> float:
         """Return the cost of all verdicts of the run so far, those of other workers included."""
         self._known()
-        # Their verdicts are not taken over: which of them are written by now depends on the workers' speed.
+        # The other workers' verdicts are not used: how many are written by now depends on the workers' speed.
         self._cost += sum(cost for _, cost in self._read_new())
         return self._cost
 
@@ -54,7 +54,7 @@ class VerdictStore:
 
     def add(self, verdicts: Mapping[str, Verdict], cost: float) -> None:
         """Write verdicts to the run folder, then keep them."""
-        self._known()  # before this file is one of the folder's
+        self._known()  # reads the folder before the new file is in it
         if self._folder is not None:
             # Names sort by time, then by rank.
             name = f"{time.time_ns():020d}-{self._rank:05d}-{next(self._numbers):06d}.json"

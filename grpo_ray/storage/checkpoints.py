@@ -42,7 +42,7 @@ MEASURED = "measured.json"
 TEMPORARY = re.compile(r"(?:manifest|measured)\.json\.\d{1,10}\.tmp")
 """Temporary files with which `RunFolder.write_bytes` writes these two; a killed process may leave one."""
 RETURNS = "returns.json"
-"""File of the run folder: for each return to an older checkpoint, its serial number and the newest one at that time."""
+"""File of the run folder: for each return to an older checkpoint, its serial number and the newest one then."""
 SCORE = "checkpoint/score"
 """Metric that Ray Train ranks checkpoints by; see `checkpoint_score`."""
 
@@ -246,9 +246,9 @@ def resolve_checkpoint(path: str, metric: str) -> CheckpointInfo:
 
 
 def may_have_checkpoint(run: RunFolder, name: str | None = None) -> bool:
-    """Return False if a local folder is no run with complete checkpoints; nothing is read.
+    """Return False if a local folder is not a run with complete checkpoints; nothing is read.
 
-    Call it before `require_plain_files`, which would report the links of a folder even if the folder is no run.
+    Call it before `require_plain_files`, which would report the links of a folder even if the folder is not a run.
 
     Args:
         name: name of a checkpoint; None: any checkpoint.
@@ -278,7 +278,7 @@ def _resolve_checkpoint(path: str, metric: str) -> CheckpointInfo:
 
 
 def require_listed_files(checkpoint: CheckpointInfo) -> None:
-    """Check that a checkpoint, which may be a stranger's, has no files that its manifest does not name.
+    """Check that a checkpoint, which may be untrusted, has no files that its manifest does not name.
 
     Libraries read every file with a certain name, such as a chat template. Hidden files are left alone.
 

@@ -129,7 +129,7 @@ class JsonlFile(ABC):
         self._pending.clear()
 
     def _rows_from_end(self) -> Iterator["_StoredRow"]:
-        """Yield the rows on disk, the last one first; lines that are no rows are skipped."""
+        """Yield the rows on disk, the last one first; lines that are not rows are skipped."""
         if not self._bytes or not self._path.exists():
             return
         with open(self._path, "rb") as file:
@@ -197,7 +197,7 @@ class MetricsFile(JsonlFile):
                 that were measured after the checkpoint was written.
         """
         self._remove_after(step)
-        with suppress(OSError):  # then the rows up to the step are all there, or the next write fails too
+        with suppress(OSError):  # the next write tries again; the missing rows are found below either way
             self._apply_removal()
         last = next((_step(line) for line in reversed(self._pending)), None)
         if last is None:
@@ -267,12 +267,12 @@ EVENT_NUMBERS = {"began": ("step", "workers"), "step": ("step",)}
 
 
 def read_metrics(folder: RunFolder) -> Iterator[dict[str, Any]]:
-    """Read the rows of a run's `metrics.jsonl` one by one, without lines that a crash truncated or that are no rows."""
+    """Read the rows of a run's `metrics.jsonl` one by one; lines that are truncated or not rows are skipped."""
     return _read_rows(folder, MetricsFile)
 
 
 def read_events(folder: RunFolder) -> Iterator[dict[str, Any]]:
-    """Read the rows of a run's `events.jsonl` one by one, without lines that a crash truncated or that are no rows."""
+    """Read the rows of a run's `events.jsonl` one by one; lines that are truncated or not rows are skipped."""
     return _read_rows(folder, EventsFile)
 
 
@@ -301,7 +301,7 @@ def _step(line: bytes) -> float:
 
 
 def _parse(line: bytes) -> Any:
-    """Parse a line; None if it is no JSON."""
+    """Parse a line; None if it is not JSON."""
     try:
         return json.loads(line)
     except (ValueError, RecursionError):

@@ -6,7 +6,8 @@ driver with the same run name is refused, with an error that names the holder.
 The folder `driver/` of a run folder contains two kinds of files, neither of which needs a lock or an atomic rename:
 
 - `holder.json`: the driver that took the run last. Only a driver that takes the run writes it.
-- `<id>.beat`: a number that this driver, and no other, increases every HEARTBEAT_SECONDS, and deletes at its end.
+- `<id>.beat`: a number, written by this driver only. The driver increases it every HEARTBEAT_SECONDS, and deletes the
+  file when it ends.
 
 A driver without a `.beat` file has released the run. Otherwise:
 
@@ -14,8 +15,8 @@ A driver without a `.beat` file has released the run. Otherwise:
 - Elsewhere its heartbeat is watched for WATCH_SECONDS of this machine's monotonic clock. No times of two machines are
   compared, so their clocks may differ or jump.
 
-Two drivers that take a free run at the same moment both write `holder.json`. The later one has the run; the earlier one
-finds out at its next heartbeat, or when it calls `confirm` before it writes to the run folder.
+Two drivers that take a free run at the same moment both write `holder.json`. The later write takes the run; the other
+driver detects this at its next heartbeat, or when it calls `confirm` before it writes to the run folder.
 """
 
 import json
@@ -113,7 +114,7 @@ class RunLease:
         """Create the lease without taking it; `acquire` does both.
 
         Args:
-            is_new: the lease's files are the first ones of the run folder; it is deleted if they remain the only ones.
+            is_new: the run folder did not exist before. It is deleted at the end if it has no files but the lease's.
         """
         self.folder, self.driver, self.is_new = folder, driver, is_new
         self.on_lost: Callable[[SupersededError], None] = lambda error: None
@@ -129,7 +130,7 @@ class RunLease:
         """Take the run for this process.
 
         Args:
-            takeover: id of a living driver that is to lose the run; None: refuse if there is one.
+            takeover: id of a running driver to take the run from; None: a run that has a driver is refused.
             notify: shows the user a line: the reason for a wait, or the driver whose run is taken over.
 
         Raises:
@@ -199,7 +200,7 @@ class RunLease:
         return path
 
     def release(self) -> None:
-        """Release the run. Raises nothing: if the storage fails, the next driver finds out that this one has ended."""
+        """Release the run. Raises nothing: if the storage fails, the next driver detects that this one has ended."""
         self._stop.set()
         try:
             with self._lock, single_attempt():
@@ -231,7 +232,7 @@ def _read_beat(folder: RunFolder, driver: Driver) -> str | None:
 
 
 def _require_free(folder: RunFolder, holder: Driver, takeover: str | None, notify: Callable[[str], None]) -> None:
-    """Check that the run's last driver has ended, or is to lose the run (`takeover`). Raises ConfigError if not."""
+    """Check that the run's last driver has ended, or is the one to take over from. Raises ConfigError if not."""
     beat = _read_beat(folder, holder)
     if beat is None:
         return

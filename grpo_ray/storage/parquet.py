@@ -1,4 +1,4 @@
-"""Reading of the Parquet files of a run folder, whose author may be a stranger, in bounded memory.
+"""Reading of the Parquet files of a run folder, which may be untrusted, in bounded memory.
 
 A file of kilobytes can expand to gigabytes: pages compress by a factor of thousands, a run of equal values takes six
 bytes, a long text in a dictionary is copied for each row that has it, and the footer may declare any size. Two checks

@@ -1,4 +1,4 @@
-"""Recognition of links, devices and sparse files, which grpo_ray does not write, in a stranger's run folder."""
+"""Detection of links, devices and sparse files, which grpo_ray does not write, in an untrusted run folder."""
 
 import errno
 import os
@@ -6,9 +6,9 @@ import stat
 from pathlib import Path
 
 SPARSE_BYTES, SPARSE_RATIO = 1 << 26, 16
-"""A larger file than this (bytes) is sparse if less than one part in this many of its size is on disk."""
+"""A file of more than `SPARSE_BYTES` counts as sparse if less than 1 / `SPARSE_RATIO` of its size is on disk."""
 MAX_EXTENTS = 10_000
-"""Parts between holes that are examined; a file whose first parts of this number have too little data is sparse."""
+"""Most parts between holes that are examined. A file in which all of these together have too little data is sparse."""
 WANDB_LOG_LINK = "wandb/*/logs/debug-core.log"
 """Link that W&B makes to the log of its own process, in the user's cache; grpo_ray never reads or writes it."""
 

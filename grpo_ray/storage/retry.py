@@ -53,7 +53,7 @@ CLIENT_ERRORS = frozenset(
         "requests.Timeout",
     }
 )
-"""Package and class of the errors with which fsspec's filesystems report a lost or refused connection. Most are no
+"""Package and class of the errors with which fsspec's filesystems report a lost or refused connection. Most are not
 OSErrors."""
 PERMANENT_MESSAGE = re.compile(r"curlCode: (?:1|3|51|58|60|77|83),")
 """Network errors that no retry can fix: malformed addresses and refused certificates."""

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 SMALL_FILE_BYTES = 1 << 26
-"""Largest file that is read at once: a stranger's run folder may have one that takes all memory."""
+"""Largest file that is read at once: an untrusted run folder may have one that takes all memory."""
 RECORD_BYTES = 1 << 22
 """Largest JSON record of a page or of a checkpoint: once parsed, a hostile one takes 20 times its size in memory."""
 LINE_BYTES = 1 << 23
@@ -278,8 +278,8 @@ class RunFolder:
     def require_plain_files(self) -> None:
         """Check that a local folder holds nothing that grpo_ray does not write, before anything in it is read.
 
-        A stranger's folder may have links, by which files of this user would be read, exported or overwritten; pipes
-        and devices, which block their reader; and files that take terabytes in memory, and none on disk.
+        An untrusted folder may have links, through which files of this user would be read, exported or overwritten;
+        pipes and devices, which block their reader; and sparse files, which take terabytes of memory but no disk space.
 
         Raises:
             DamagedFileError: there is a link that leads out of the folder, a file that is not regular, a sparse one, or

@@ -4,7 +4,7 @@ The rules see one row of metrics after the other and keep a bounded number of va
 exceeded, and again only after a full window within the threshold. The report shows the same rules' latest judgements.
 Imports no heavy library.
 
-Rows may hold anything: values that are no finite numbers count as missing.
+Rows may hold anything: values that are not finite numbers count as missing.
 """
 
 import math
@@ -19,7 +19,7 @@ from grpo_ray.storage.numbers import to_bounded
 from grpo_ray.telemetry.run_facts import RunFacts, batch_sums
 
 LONG_WINDOW = 5
-"""Windows that each of two compared levels of the training reward is averaged over, since it is noisy."""
+"""Windows over which each of two compared levels of the training reward is averaged, since that reward is noisy."""
 LENGTH_SHARE = 0.5
 """Share of the maximum completion length above which growing lengths are a problem."""
 FALL_ERRORS = 3.0
@@ -99,10 +99,10 @@ class History:
         return set(values)
 
     def _first_half(self, metric: str) -> Sequence[float]:
-        """Return the values of the first half window, only at the row that completes it; otherwise nothing.
+        """Return the values of the first half window at the row that completes it; empty at all other rows.
 
-        They are the first level of the reward, which may fall within the first window. The result is also empty if
-        some of them are forgotten, because a launch continued within that half window.
+        They give a first level of the reward, in case the reward falls within the first window. Empty too if some of
+        them were forgotten, because a launch continued within that half window.
         """
         size = self.window // 2
         values = self.latest_at_most(metric, size)
@@ -131,7 +131,7 @@ class History:
     def least_mean(self, metric: str) -> float:
         """Return the mean of a metric over the latest window, in which missing rows count as 0.
 
-        For a metric that is never negative, later rows of the first window cannot lower the mean below this.
+        While the first window is incomplete, this is a lower bound of its final mean, if the metric is never negative.
         """
         return sum(self.latest_at_most(metric, self.window)) / self.window
 
@@ -232,7 +232,7 @@ def _check_gradient(history: History, threshold: float, facts: RunFacts) -> Judg
 
 def _check_skipped_steps(history: History, threshold: int, facts: RunFacts) -> Judgement:
     # Includes the value before the window, for the first difference. A resume sets the count back to that of
-    # the checkpoint, which is no rise.
+    # the checkpoint, which does not count as a rise.
     counts = history.latest_at_most(SKIPPED, history.window + 1)
     before = [0.0] if len(counts) <= history.window else []
     rises = (b - a for a, b in zip([*before, *counts], [*before, *counts][1:], strict=False))

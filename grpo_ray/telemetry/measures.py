@@ -23,7 +23,7 @@ BASELINE_MEASURES = ("value", "low", "high")
 
 @dataclass(frozen=True, eq=False)
 class Measure:
-    """Mean over problems with its 95 % confidence interval. Measures are equal if the same of them is unknown."""
+    """Mean over problems with its 95 % confidence interval. Unknown fields (NaN) compare as equal."""
 
     value: float
     """The mean: a share from 0 to 1, or a difference of two, from -1 to 1. NaN without problems."""

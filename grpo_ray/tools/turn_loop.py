@@ -1,9 +1,9 @@
 """Completions of several turns: the policy writes, and tools and environments respond, until the completion ends.
 
-Completions run together, in rounds. In a round the engine generates the next turn of each active completion; when one
-has ended, the next of the batch becomes active, if the batch has more than may be active at a time. A tool is called as
-soon as its own turn is finished, while others are still being generated. The next round begins when all results are
-there, in the order of the rows: if each completion continued as soon as its own results are there, the engine's
+Completions run together, in rounds. In a round the engine generates the next turn of each active completion. At most
+`rollout.max_active` completions of a batch are active; when one ends, the next one becomes active. A tool is called as
+soon as its own turn is finished, while other turns are still being generated. The next round begins, in the order of
+the rows, when the results of all completions have arrived. If each completion continued on its own, the engine's
 batches, and with them floating-point rounding, would depend on timing.
 
 Training, held-out measuring and `grpo-ray eval` run the same loop. It depends on neither TRL nor vLLM.
@@ -241,8 +241,8 @@ def run_conversations(
         generate: generates a turn for each of the active completions.
         is_any_active: collective among the workers that share an engine: returns whether any has an active completion.
             All of them then take part in the round.
-        on_ended: called with row and conversation once it has ended, before the environment's reward and the
-            log-probabilities of its last turn are known.
+        on_ended: called with row and conversation of a completion that has ended, before the environment's reward and
+            the log-probabilities of the last turn are known.
         on_result: called after each result of a tool or an environment, as a sign of progress.
 
     Returns:
@@ -257,7 +257,7 @@ def run_conversations(
         while is_any_active(bool(active or waiting)):
             begun = len(active)
             while waiting and len(active) < limits.max_active:
-                while ended and len(active) + len(ended) >= limits.max_active:  # wait for its reward first
+                while ended and len(active) + len(ended) >= limits.max_active:  # wait for the reward of the oldest one
                     oldest = ended.pop(0)
                     finished[oldest.row] = loop.finish(oldest)
                 row, start = waiting.popleft()

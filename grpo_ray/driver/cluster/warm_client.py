@@ -28,7 +28,7 @@ Waits = tuple[tuple[str, float], ...]
 
 LIGHT: Waits = (("light", 15.0),)
 HEAVY: Waits = (("heavy", 30.0), *LIGHT)
-"""Ray expects a worker within 60 s, which is more than the sum."""
+"""The sum of both timeouts is below 60 s, within which Ray expects a worker."""
 CONTROLLER: Waits = (("heavy", 1.0), *LIGHT)
 """The controller does not wait: it imports torch itself while the heavy server is still importing."""
 
@@ -47,8 +47,8 @@ def worker_command(arguments: list[str], environment: dict[str, str]) -> tuple[l
 
     Returns:
         Script with arguments; environment; the servers to ask, which depend on whether the runtime environment sets
-        `HEAVY_MARK` or `CONTROLLER_MARK`. One from the user's shell does not count: then the first processes would wait
-        for the heavy server, which itself waits for the first request to the light one.
+        `HEAVY_MARK` or `CONTROLLER_MARK`. A mark that is set only in the user's shell is ignored: it would send even
+        the first processes to the heavy server, which starts to serve only after the light one's first request.
 
     Raises:
         NotServedError: any other script or runtime environment.

@@ -17,15 +17,15 @@ Risks and countermeasures:
 - A fork copies the calling thread only, so a lock that another thread holds stays locked. The servers therefore refuse
   to fork unless they have a single thread; the variables in `SINGLE_THREAD` keep libraries from starting threads.
 - Libraries read environment variables when they are imported. A request is refused if its environment differs from the
-  server's in any variable, except for those of the heavy server: no library of the light one reads them, and Ray
-  Train's controller computes nothing.
+  server's in any variable. Differences in the heavy server's own variables are allowed in requests to the light server,
+  whose libraries do not read them, and in those of Ray Train's controller, which computes nothing.
 - Random generators are copied, too. Python's and numpy's are reseeded in the child, but Ray's C++ generator of ids
   cannot be: two workers would give the same id to different objects. It must not have been used before the fork
   (`without_drawing_ids`), and each server tests that before it serves (`children_draw_different_ids`).
 - Workers forked from one server share memory layout and hash seed, which weakens protection against hostile code in
   one of them.
-- A forked worker has this user's rights, whatever those of the process that asked for it. The sockets are in a folder
-  of this user alone, and a server forks only for a child of the driver's raylet, as the kernel identifies the peer
+- A forked worker runs with this user's rights, even if the requesting process has fewer. Therefore only this user can
+  access the folder of the sockets, and a server forks only for a child of the driver's raylet, identified by the kernel
   (`raylet_of`). Processes that a worker starts, and so all model-written code, are not served. Where a cluster is
   started for a run with tools, the driver deletes the sockets once its workers have started (`WarmStartEnd`), or
   before it measures a policy itself (`PreparedRun`).
@@ -93,8 +93,8 @@ SINGLE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "backgroun
 """Environment variables of the servers while they import: keep numpy and pyarrow from starting threads."""
 
 FIRST_JOB = "01000000"
-"""`RAY_JOB_ID` of the driver that has started the cluster. The plain interpreter runs workers that Ray starts before
-there is a job, and those of drivers that join the cluster, even before the first request of the first driver."""
+"""`RAY_JOB_ID` of the driver that has started the cluster. Workers with another id run in the plain interpreter: those
+that Ray starts before there is a job, and those of drivers that join the cluster later."""
 
 OOM_SCORE = "RAY_worker_oom_score_adjustment"
 """Environment variable with the OOM score of Ray workers."""
@@ -132,7 +132,7 @@ def warm_executable(
 
     Args:
         heavy_environment: environment variables that children of the heavy server have in addition to the driver's.
-        raylet: path of the program whose children the servers serve, if this process has started it.
+        raylet: path of the raylet's program. Only children of a raylet that this process has started are served.
 
     Yields:
         Path of the client.
@@ -190,7 +190,7 @@ class Server:
 
     Args:
         listener: socket, bound before the imports started so that early clients wait and are not refused.
-        starts_workers: returns the process that the worker's parent has to be, given the peer's process id and user id
+        starts_workers: given the peer's process id and user id, returns the id of the raylet that started the peer
             (`raylet_of`); raises OSError for a peer that is not served.
         heavy_variables: names of the environment variables that only the heavy server has.
         is_heavy: whether this server is the heavy one; its workers must have these variables, with the same values.

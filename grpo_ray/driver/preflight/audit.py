@@ -132,7 +132,7 @@ class AuditReport:
     memory: tuple[CardMemory, ...]
     """Memory of one worker on common GPUs, smallest first."""
     columns: tuple[str, ...]
-    """Columns of any training problem, all of which rewards receive; null where a problem lacks one."""
+    """Columns that occur in any training problem. Rewards receive all of them; null where a problem lacks one."""
     graded_sources: frozenset[str]
     """Sources whose problems have the reward correctness."""
     seconds: float
@@ -373,7 +373,7 @@ class ShardSlice:
     """Share of the problems that are verified, 0 to 1."""
 
     def pairs(self) -> list[tuple[Problem, Problem]]:
-        """Return the sampled problems, each with the shard's next problem (the shard's last with the one before it)."""
+        """Return the sampled problems, each with the shard's next one; the shard's last with the problem before it."""
         problems = list(islice(self.split.read_shard(self.shard), self.start, self.stop + 1))
         neighbours = [*problems[1:], *problems[-2:][:1]]
         pairs = list(zip(problems, neighbours, strict=True))[: self.stop - self.start]
@@ -381,7 +381,7 @@ class ShardSlice:
 
 
 def is_sampled(problem_id: str, share: float) -> bool:
-    """Return True if a problem belongs to the sample of a share (0 to 1), chosen by a hash of its content."""
+    """Return True if a problem belongs to a sample that has this share (0 to 1), chosen by a hash of its content."""
     # Multiplied by a constant (Fibonacci hashing), because data.heldout_share already splits off the lowest ids.
     return int(problem_id, 16) * 0x9E3779B97F4A7C15 % 2**64 < share * 2**64
 
@@ -464,7 +464,7 @@ def _dry_run_rewards(
 
 
 def call_rewards(function: Callable[..., T], *arguments: Any, failure: str) -> T:
-    """Call a function that calls rewards, in a Ray task: it has a worker's Python path, and a crash ends no driver.
+    """Run a function that calls rewards in a Ray task, with the workers' Python path; a crash does not end the driver.
 
     Args:
         failure: beginning of the message if it raises, such as "reward 'x' fails on the first problems".

@@ -161,7 +161,7 @@ def evaluated_policy(config: Config, checkpoint: str) -> str:
     """Return the path of the policy whose tokenizer and context an evaluation uses; for an adapter, `model.path`.
 
     Raises:
-        CheckpointError: its config or weights declare implausible sizes.
+        CheckpointError: the checkpoint's config or weights declare implausible sizes.
     """
     from grpo_ray.models.lora import has_adapter
 

@@ -65,6 +65,6 @@ def load_policy_tokenizer(
 
     try:
         return load_tokenizer(local, trust_remote_code, limits_template)
-    except Exception as error:  # the files may be a stranger's, and the library `tokenizers` raises no narrower class
+    except Exception as error:  # the files may be untrusted, and the library `tokenizers` raises no narrower class
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise ConfigError(f"model.path={path}: its tokenizer cannot be read: {reason}") from None

@@ -41,7 +41,7 @@ class DeliveryLimits:
     backoff_seconds: float = 1.0
     """Pause before the second request; each further one is twice as long."""
     close_seconds: float = 10.0
-    """Longest time that the end of a run waits for the last message."""
+    """Longest wait for the last message at the end of a run."""
     waiting: int = 32
     """Most messages that wait; beyond this the oldest one is dropped."""
 

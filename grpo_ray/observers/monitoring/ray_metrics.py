@@ -29,7 +29,7 @@ from grpo_ray.observers.monitoring.exported_metrics import (
 from grpo_ray.text.redaction import redact
 
 REFRESH_SECONDS = 1.0
-"""Seconds between two settings of the gauges; Ray's report interval, 10 s by default, is 1 s at least."""
+"""Seconds between two settings of the gauges. Ray's report interval is 10 s by default, and at least 1 s."""
 
 
 @cache

@@ -2,7 +2,7 @@
 
 A tracker that is slow, hangs or fails delays neither training nor another tracker. Its queue holds `QUEUE_ITEMS`; steps
 that do not fit are dropped and read from `metrics.jsonl` once the queue is empty again. Steps that a tracker lacks when
-the driver ends are sent when the run is started again: its position is compared with `metrics.jsonl`.
+the driver ends are sent when the run is started again: the tracker's position is compared with `metrics.jsonl`.
 """
 
 import threading

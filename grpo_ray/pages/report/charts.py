@@ -13,7 +13,7 @@ LEFT, RIGHT, TOP, BOTTOM = 46, 350, 10, 166
 MAX_POINTS = 240
 """Most points of one line; a longer line is thinned out, but keeps its extremes."""
 MAX_BANDS = 48
-"""Vertical strips of a chart that show their step's values as a tooltip."""
+"""Most vertical strips of a chart; each shows the values of one step as a tooltip."""
 MAX_DOTS = 20
 """A line of at most this many points has a dot on each."""
 MIN_SMOOTHED_POINTS = 11

@@ -97,7 +97,8 @@ def answer_state(view: View) -> dict[str, Any]:
 def answer_groups(snapshot: Snapshot, given: Parameters) -> dict[str, Any]:
     """List one page of groups; with a search text, the groups that one search finds in a bounded time.
 
-    `until` is the newest step as of the first page, so that later pages fit it although the run has gone on.
+    The parameter `until` is the newest step when the first page was listed. Later pages leave out newer groups, so
+    that they continue the first page while the run goes on.
     """
     rollouts = snapshot.rollouts
     last, until = given.whole("last"), given.whole("until")

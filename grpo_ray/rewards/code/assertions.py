@@ -1,9 +1,13 @@
 """Process that runs the tests of functions, with stand-ins in place of the program's functions.
 
-The tests and what they expect are in this process only; the program runs elsewhere. A stand-in whose call is known
-returns the program's value. A test that needs another call ends there. It is then run once more to list the calls that
-follow: their results are unknown, so every operation on them gives another unknown value, and no assertion fails. Once
-these calls are made, the test is run again, until it needs no further one.
+The tests and their expected values are in this process only; the program runs in another one. A test is run in rounds,
+since the program's results become known step by step:
+
+1. The test is run. For a call whose result is known, the stand-in returns that result. At the first other call the run
+   ends.
+2. The test is run once more to list all further calls that it needs. Their results are unknown: every operation on one
+   gives another unknown value, and no assertion fails.
+3. The program makes these calls elsewhere, and the next round begins, until the test needs no further call.
 """
 
 import ast
@@ -27,13 +31,13 @@ MEMORY_BYTES = 1 << 30
 MAX_CALLS = 2_000
 """Calls that are listed at once."""
 TOLERANCE = 1e-6
-"""Relative and absolute difference up to which numbers of a call's result are equal."""
+"""Relative and absolute difference up to which two numbers in results count as equal."""
 
 checker = LimitedProcess("grpo_ray.rewards.code.assertions", needs="grpo_ray")
 
 
 class NeedCall(BaseException):
-    """A call whose result is not known; no handler of a usual test catches it."""
+    """Call whose result is not known. A BaseException, so that `except Exception` in a test does not catch it."""
 
     def __init__(self, call: dict[str, Any]) -> None:
         super().__init__()
@@ -44,7 +48,7 @@ _ENDS_ITERATION = (StopIteration, StopAsyncIteration)
 
 
 class ProgramError(Exception):
-    """An exception of the program that is no built-in one."""
+    """Stand-in for an exception of the program that is not a usual built-in one, or for a call without a result."""
 
 
 def call_key(call: Mapping[str, Any]) -> str:
@@ -68,7 +72,7 @@ def _answer(request: bytes) -> bytes:
 
 
 def run_test(source: str, known: Mapping[str, Any]) -> bool | dict[str, Any]:
-    """Run a test; return whether the program passes it, or the first call that it needs and whose result is not known.
+    """Run a test; return True if the program passes it, False if not, or the first call whose result is not known.
 
     Args:
         known: key of a call -> its result: `value` and `args` (the arguments after the call), or `error`.
@@ -84,7 +88,7 @@ def run_test(source: str, known: Mapping[str, Any]) -> bool | dict[str, Any]:
 
 
 def list_calls(source: str, known: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the calls of a test whose results are not known, as far as their arguments are."""
+    """Return the calls of a test whose results are not known, but whose arguments are."""
     tree = ast.fix_missing_locations(_WithoutAssertions().visit(ast.parse(source)))
     calls = Calls(known, needed={})
     with contextlib.suppress(BaseException):  # a test may raise anything on unknown values; the calls so far count
@@ -93,18 +97,18 @@ def list_calls(source: str, known: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _namespace(tree: ast.Module, calls: "Calls") -> dict[str, Any]:
-    """Return the names of a test: those that it does not define are the program's."""
+    """Return the namespace of a test, with stand-ins for all names that the test reads but does not define."""
     free, classes = free_names(tree)
     free = free or called_builtins(tree)
     if checked := checked_function(tree):
-        free &= {checked}  # or the program could supply helpers of the test
+        free &= {checked}  # otherwise the program could supply helpers of the test
     namespace: dict[str, Any] = {"__name__": "test", "_is_result": is_result}
     namespace |= {name: StandIn([name], calls, is_class=name in classes) for name in free}
     return namespace | {"_function": lambda name: StandIn([name], calls)}
 
 
 class _WithoutAssertions(ast.NodeTransformer):
-    """Replaces each assertion by its condition, whose value and exceptions do not matter."""
+    """Replacement of each assertion by its condition, whose value and exceptions are ignored."""
 
     def visit_Assert(self, node: ast.Assert) -> ast.AST:
         handler = ast.ExceptHandler(ast.Name("Exception", ast.Load()), None, [ast.Pass()])
@@ -157,7 +161,7 @@ class Calls:
     """Calls whose results are not known; None if the first one ends the test."""
 
     def make(self, call: dict[str, Any], args: tuple[Any, ...]) -> Any:
-        """Return the result of a call, or raise the program's exception; the arguments get what it left in them."""
+        """Return the result of a call, or raise the program's exception; apply the program's changes to `args`."""
         key = call_key(call)
         result = self.known.get(key)
         if result is None:
@@ -167,7 +171,7 @@ class Calls:
             return Unknown()
         if "value" not in result:
             kind = getattr(builtins, str(result.get("error")), ProgramError)
-            # StopIteration would end an iteration of the test, with whatever it was to check.
+            # A StopIteration could silently end a loop of the test, and so skip the loop's checks.
             is_usual = isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, _ENDS_ITERATION)
             raise kind() if is_usual else ProgramError()
         if "args" in result:
@@ -198,7 +202,7 @@ class StandIn:
         except NotPlainError:
             if self._calls.needed is None:
                 raise
-            return Unknown()  # of an unknown argument
+            return Unknown()  # an argument is unknown
         if self._is_class:
             return StandIn([self._path[0], given], self._calls)
         return self._calls.make({"path": self._path, **given}, args)
@@ -222,7 +226,7 @@ def _builtin_names() -> frozenset[str]:
 
 
 def free_names(tree: ast.Module) -> tuple[set[str], set[str]]:
-    """Return the names that a test reads and does not define, which are the program's, and those that are classes.
+    """Return the names that a test reads but does not define, which are the program's, and those of them for classes.
 
     A name is that of a class if an attribute of its call is used: `Solution().solve(1)`.
     """
@@ -256,15 +260,18 @@ def checked_function(tree: ast.Module) -> str | None:
 
 
 def called_builtins(tree: ast.Module) -> set[str]:
-    """Return the builtins that a test calls which names no function of the program: one of them is meant, as in MBPP's
-    `assert sum(10, 15) == 6`; the first, since the others are Python's."""
+    """Return the first builtin that a test calls, as a set; empty if it calls none.
+
+    For a test that names no other function: the program then redefines a builtin, as for MBPP's
+    `assert sum(10, 15) == 6`. All further builtins are Python's own.
+    """
     calls = (node.func for node in ast.walk(tree) if isinstance(node, ast.Call))
     names = [function.id for function in calls if isinstance(function, ast.Name) and hasattr(builtins, function.id)]
     return set(names[:1])
 
 
 def is_result(result: Any, expected: Any) -> bool:
-    """Return True if the result of a call is the expected one of APPS or LiveCodeBench.
+    """Return True if the result of a call is the expected one, by the rules of APPS and LiveCodeBench.
 
     Tuples equal lists, numbers are equal within `TOLERANCE`, and the expected value may be wrapped in a list.
     """

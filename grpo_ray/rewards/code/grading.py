@@ -1,8 +1,8 @@
 """Grading of programs: their processes in the sandbox of the Python tool, and the rounds of tests and calls.
 
 The program runs in the confined interpreter of the Python tool (`program_driver.py`), the tests of functions in another
-process (`assertions.py`), and outputs are compared here. The program's interpreter gets inputs and arguments, and never
-what is expected, so that no program can print, return or read its own verdict.
+process (`assertions.py`), and outputs are compared here. The program's interpreter gets inputs and arguments, but never
+the expected results, so that no program can print, return or read its own verdict.
 """
 
 import atexit
@@ -113,7 +113,7 @@ class CodeGrader:
         Raises:
             RewardError: no process for programs can run here.
         """
-        # Whether it is Python is found in its interpreter: a compiler can crash, or use all memory, on untrusted text.
+        # The program is compiled in its interpreter only: compiling untrusted text can crash or use all memory.
         if not program:
             return ProgramVerdict((False,) * len(tests), 0)
         episode = self._pool.open(None, 0, {}, 0)
@@ -147,7 +147,7 @@ class CodeGrader:
         known: dict[str, Any] = {}
         open_tests, passed, timeouts = dict(enumerate(tests)), [False] * len(tests), 0
         unlisted: set[int] = set()
-        """Tests whose further calls cannot be listed, since that exceeds the limits of a test."""
+        """Tests whose further calls cannot be listed, because the listing exceeds the limits of a test."""
         for _ in range(MAX_ROUNDS):
             calls = []
             for number, test in list(open_tests.items()):
@@ -179,7 +179,7 @@ class CodeGrader:
         while waiting:
             part = waiting[:CALLS_AT_ONCE]
             results, rest = self._run(episode, program, calls=part, max_timeouts=MAX_TIMEOUTS - timeouts)
-            is_cut = rest == program_driver.CUT and bool(results)  # each turn has a result, so that they end
+            is_cut = rest == program_driver.CUT and bool(results)  # with a result in each turn, so that the loop ends
             done = [number for number in range(len(part)) if number in results or not is_cut]
             for number in done:
                 result = results.get(number, {"status": rest or "crash"})
@@ -189,14 +189,14 @@ class CodeGrader:
         return timeouts
 
     def _run(self, episode: Any, program: str, **asked: Any) -> tuple[dict[int, Any], str]:
-        """Run the driver in a new interpreter; return its results by number, and the status of the others."""
+        """Run the driver in a new interpreter; return its results by number, and the status of the missing ones."""
         request = json.dumps({"program": program, "cpu_seconds": self.limits.cpu_seconds, **asked})
         output = episode.call("python", {"code": f"{_driver()}\nmain({request!r})\n"}).result()
         return read_results(output.text or "", len(asked.get("inputs") or asked["calls"]))
 
 
 def read_results(text: str, asked: int) -> tuple[dict[int, Any], str]:
-    """Read the lines of the driver, any of which may be forged or cut: what is no result is left out.
+    """Read the driver's results by number; skip lines that are not valid results, since any may be forged or cut.
 
     Args:
         asked: number of inputs or calls.
@@ -212,11 +212,11 @@ def read_results(text: str, asked: int) -> tuple[dict[int, Any], str]:
             number = result["number"]
             if "packed" in result:
                 result = _unpack(result["packed"])
-            if "value" in result:  # values that cannot be read again are no results
+            if "value" in result:  # a value that cannot be decoded is not a result
                 values.decode(result["value"])
                 values.decode(result.get("args"))
                 json.dumps(result)
-        except Exception:  # a program can write any text there, and none of them may end the run
+        except Exception:  # untrusted: a program can write any text, and no text may end the run
             continue
         if isinstance(result, dict) and type(number) is int and 0 <= number < asked:
             results.setdefault(number, result)
@@ -224,7 +224,7 @@ def read_results(text: str, asked: int) -> tuple[dict[int, Any], str]:
 
 
 def _unpack(packed: str) -> Any:
-    """Return a compressed result. Raises ValueError or zlib.error if it is none, or one of over 1 MiB."""
+    """Return a compressed result. Raises ValueError or zlib.error if it is malformed, or larger than 1 MiB."""
     unpacker = zlib.decompressobj()
     data = unpacker.decompress(base64.b85decode(packed), 1 << 20)
     if unpacker.unconsumed_tail:

@@ -1,7 +1,8 @@
 """Script that runs a program on inputs and calls, each in a process of its own, inside the confined interpreter.
 
-`grading.py` sends the sources of `values.py` and of this module, and a call of `main`, to the Python tool. Nothing here
-knows what the tests expect, and the program can change everything here: what it gains is another wrong answer.
+`grading.py` sends the sources of `values.py` and of this module, and a call of `main`, to the Python tool. The program
+can change everything in this interpreter. That does not help it to pass a test, because the expected results are not
+here: a forged result is graded like any other.
 """
 
 import atexit
@@ -30,16 +31,18 @@ from grpo_ray.rewards.code.values import decode, encode
 MARK = "\x1e"
 """Character before each line of a result; the text before it is output of the program."""
 CUT = "cut"
-"""Status of calls that were not made because the results before them fill the output of the tool."""
+"""Status of calls that were not made because the earlier ones reached `CALLS_CHARS` or `BATCH_CPU_SECONDS`."""
 CALLS_CHARS, VALUE_CHARS = 40_000, 15_000
-"""Characters of all results, after which no further call is made, and of one result, compressed if it is longer."""
+"""Characters of all results after which no further call is made; and most characters of one result. A longer result is
+compressed, and given up if it is still too long."""
 BATCH_CPU_SECONDS = 20.0
 """CPU seconds after which no further call is made in this interpreter."""
 PIPE_BYTES = 1 << 20
 OUTPUT_BYTES = 8 << 20
-"""Output of a program that is read."""
+"""Largest output of a program; a larger one fails the test."""
 WALL_FACTOR, WALL_SECONDS = 10.0, 10.0
-"""Wall time of a process: this factor of its CPU time, plus this constant; it ends processes that wait for ever."""
+"""Limit of a process's wall time: its limit of CPU time multiplied by the factor, plus the constant. It ends processes
+that wait for ever."""
 
 
 def main(request: str) -> None:
@@ -68,7 +71,7 @@ def main(request: str) -> None:
         lines, _, status = in_child(lambda pipe: serve_calls(asked, pipe), limit)
         for line in lines.decode("utf-8", "replace").splitlines():
             report.write(f"{MARK}{line}\n")
-        if status:  # of the calls after the last line
+        if status:  # the calls after the last line have no result, for this reason
             report.write(f'{MARK}{{"rest": {json.dumps(status)}}}\n')
     report.flush()
 
@@ -92,7 +95,7 @@ def run_on_input(asked: dict[str, Any], text: str) -> dict[str, Any]:
         sys.stdin, sys.stdout = os.fdopen(0, "r", encoding="utf-8"), os.fdopen(1, "w", encoding="utf-8")
         try:
             execute(asked["program"], "__main__")
-        finally:  # as an interpreter does at its end
+        finally:  # as a Python interpreter does when a script ends
             end_program()
 
     _, cpu, status = in_child(work, asked["cpu_seconds"])
@@ -115,7 +118,7 @@ def end_program() -> None:
 
 
 def output_hash(output: str) -> str:
-    """Return a hash of an output without spaces at the ends of its lines, and empty lines at its end."""
+    """Return a hash of an output without spaces at the ends of its lines, and without space at its start and end."""
     lines = "\n".join(line.rstrip() for line in output.strip().splitlines())
     return hashlib.sha256(lines.encode("utf-8", "surrogatepass")).hexdigest()
 
@@ -162,7 +165,7 @@ def answer(namespace: dict[str, Any], call: dict[str, Any], pipe: int) -> None:
         args, kwargs = decode(call["args"]), decode(call["kwargs"])
         value = function(*args, **kwargs)
         result = {"value": encode(value)}
-        if (left := encode(args)) != call["args"]:  # what the function has changed
+        if (left := encode(args)) != call["args"]:  # the function has changed its arguments
             result["args"] = left
     except BaseException as error:  # a program may raise anything
         result = {"error": type(error).__name__}
@@ -196,8 +199,9 @@ def in_child(work: Callable[[int], None], cpu_seconds: float) -> tuple[bytes, fl
     """Run `work` in a fork with a limit of CPU time.
 
     Returns:
-        What it wrote to its pipe, its CPU seconds, and "", or the way in which it failed: timeout, crash, exit, or
-        stuck (it cannot be ended before the interpreter is: on some systems confined processes can send no signals).
+        The bytes written to the pipe; the CPU seconds of the fork; and "", or the reason of its failure: timeout,
+        crash, exit, or stuck (it cannot be ended before the interpreter ends, because confined processes cannot send
+        signals on some systems).
     """
     readable, writable = os.pipe()
     wall_seconds = WALL_FACTOR * cpu_seconds + WALL_SECONDS
@@ -242,9 +246,13 @@ def in_child(work: Callable[[int], None], cpu_seconds: float) -> tuple[bytes, fl
 
 
 def wait(pid: int, end_of_time: float) -> tuple[int | None, Any]:
-    """Wait for a child, and end it after some time; return its wait status and its use of resources.
+    """Wait for a child, and kill it at `end_of_time`; return its wait status and resource usage.
 
-    The status is None if it cannot be ended.
+    Args:
+        end_of_time: monotonic seconds.
+
+    Returns:
+        Wait status, None if the child cannot be killed; and resource usage, as from `os.wait4`.
     """
     killed = False
     while True:

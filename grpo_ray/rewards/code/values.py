@@ -1,7 +1,7 @@
 """Plain Python values as JSON: arguments and results that pass between a program and its tests.
 
-Both sides run this module's source, one of them in an interpreter without grpo_ray, so it imports nothing of it. JSON
-and not pickle: a program could have any code run while its result is unpickled.
+Both sides run this module's source, one of them in an interpreter without grpo_ray, so it imports nothing of
+grpo_ray. JSON and not pickle: unpickling a program's result could run any code.
 """
 
 import json
@@ -15,7 +15,7 @@ class NotPlainError(ValueError):
 
 
 def encode(value: Any, depth: int = 0) -> Any:
-    """Return a value in JSON's types; objects of derived classes are those of their base. Raises NotPlainError."""
+    """Return a value in JSON's types; instances of subclasses become those of the base. Raises NotPlainError."""
     if depth > MAX_DEPTH:
         raise NotPlainError("nested too deeply")
     if value is None or isinstance(value, bool | str):

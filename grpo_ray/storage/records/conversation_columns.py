@@ -79,7 +79,7 @@ class ConversationRecord:
 def bound_messages(messages: Sequence[MessageRecord], limit: int) -> tuple[MessageRecord, ...]:
     """Redact the messages of a completion, and shorten them to at most `limit` bytes of content, longest ones first.
 
-    One message per `MESSAGE_BYTES` of the limit is kept; if there are more, the first and the last ones are.
+    At most one message per `MESSAGE_BYTES` of the limit is kept. If there are more, the middle ones are left out.
     """
     most = max(MIN_MESSAGES, limit // MESSAGE_BYTES)
     if len(messages) > most:

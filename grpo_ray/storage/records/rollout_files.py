@@ -87,7 +87,7 @@ def read_rollouts(folder: RunFolder, up_to_step: int | None = None, limit: int |
     Args:
         folder: the run folder.
         up_to_step: last step to read; None: all.
-        limit: largest size of the table, bytes; None for a run of one's own, which may be of any length.
+        limit: largest size of the table, bytes; None: no limit, for the user's own run, which may be of any length.
 
     Returns:
         A table with the columns of `groups_table`.
@@ -185,7 +185,7 @@ def drop_rollouts_after(folder: RunFolder, step: int) -> list[str]:
 
     Returns:
         The names of the removed files. A file with steps before and after `step` is replaced by one without the later
-        steps, and not named; if `step` is that of a checkpoint there is none, since files end at checkpoints.
+        steps, and is not in this list; files end at checkpoints, so none has both if `step` has a checkpoint.
     """
     removed = []
     for file in list_rollout_files(folder):

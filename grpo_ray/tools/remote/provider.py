@@ -58,7 +58,7 @@ class SandboxError(Exception):
     Args:
         reason: one line for people, without secrets.
         is_temporary: True if another attempt may succeed.
-        retry_seconds: shortest pause before it, if the service asks for one.
+        retry_seconds: shortest pause before the next attempt, if the service demands one; else 0.
     """
 
     def __init__(self, reason: str, is_temporary: bool = False, retry_seconds: float = 0.0):

@@ -39,7 +39,7 @@ class ProcessLimits:
     folder: str
     """Working folder."""
     memory: int
-    """Address space in bytes, beyond what is in use."""
+    """Limit of the address space in bytes, in addition to the space in use at the start."""
     file_bytes: int
     """Largest file that a tool may write."""
     variables: Mapping[str, str] = field(default_factory=dict)

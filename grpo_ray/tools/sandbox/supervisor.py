@@ -9,7 +9,7 @@ An episode has one process for its environment and the user's tools, and another
 Each request goes to one of them, and only that one can answer it: the process that starts the policy's code can neither
 give a reward nor end a completion.
 
-It ends when its socket closes, and every process of an episode dies with it (PR_SET_PDEATHSIG).
+The supervisor ends when its socket closes, and every process of an episode dies with it (PR_SET_PDEATHSIG).
 """
 
 import contextlib
@@ -475,7 +475,7 @@ def is_readable(sock: socket.socket) -> bool:
 
 
 def main(descriptor: int) -> None:
-    """Run a supervisor process. `descriptor` is its end of the socket to the pool; the settings come first."""
+    """Run a supervisor process. `descriptor` is its end of the socket, on which the pool sends the settings first."""
     parent = begin_supervisor(descriptor)
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     with contextlib.suppress(OSError, ValueError):
