@@ -15,6 +15,7 @@ from urllib.parse import SplitResult, urlsplit
 from grpo_ray.config.benchmarks import find_benchmark
 from grpo_ray.config.fields import override_text
 from grpo_ray.config.heldout_keys import HELDOUT
+from grpo_ray.config.peft_fields import SHARDED_TYPES, STARTS_ELSEWHERE, moves_the_base, starts_elsewhere
 from grpo_ray.config.reward_names import MAX_ENDED_PROCESSES, REWARD_SCORES, SCORES, reward_name
 from grpo_ray.config.sampling import MIN_TEMPERATURE, TRL_FIELDS
 from grpo_ray.config.similar_names import suggestion
@@ -468,6 +469,40 @@ def engines_have_equal_workers(config: "Config") -> str | None:
     return None
 
 
+def policy_has_one_adapter(config: "Config") -> str | None:
+    """Refuse `model.lora` beside `model.peft`."""
+    if config.model.lora is not None and config.model.peft is not None:
+        return "model.lora is the short form of model.peft={type: LORA}; set one of them, and the other one to null"
+    return None
+
+
+def reference_is_the_first_policy(config: "Config") -> str | None:
+    """Refuse `grpo.beta`, a field of TRL, with a `model.peft` that does not begin as the policy of `model.path`."""
+    adapter = config.model.peft
+    if not adapter or not config.grpo.trl.get("beta", 0.0):
+        return None
+    if starts_elsewhere(adapter) or moves_the_base(adapter):
+        name, value = STARTS_ELSEWHERE.get(adapter["type"], ("init_lora_weights", True))
+        remedy = f"set model.peft.{name}={override_text(value)}" if name else "choose another type"
+        return (
+            f"grpo.beta={config.grpo.trl['beta']:g} does not go with model.peft.type={adapter['type']} here: the "
+            "reference is the policy without the adapter, and training would begin with another one; "
+            f"{remedy}, or grpo.beta=0"
+        )
+    return None
+
+
+def sharded_adapter_is_tried(config: "Config") -> str | None:
+    """Refuse `cluster.shard_learner` with a type of `model.peft` whose adapter cannot be divided over workers."""
+    adapter = config.model.peft
+    if adapter and config.cluster.shard_learner and adapter["type"] not in SHARDED_TYPES:
+        return (
+            f"cluster.shard_learner=true does not go with model.peft.type={adapter['type']}; set one of "
+            f"{', '.join(sorted(SHARDED_TYPES))}, or cluster.shard_learner=false"
+        )
+    return None
+
+
 def sharded_learner_has_workers(config: "Config") -> str | None:
     """Require at least 2 `cluster.num_workers` for `cluster.shard_learner`."""
     if config.cluster.shard_learner and config.cluster.min_workers < 2:
@@ -830,6 +865,9 @@ CHECKS: tuple[Callable[["Config"], str | None], ...] = (
     checkpoints_are_between_batches,
     engines_have_equal_workers,
     sharded_learner_has_workers,
+    policy_has_one_adapter,
+    reference_is_the_first_policy,
+    sharded_adapter_is_tried,
     every_reward_has_a_weight,
     reward_names_differ,
     limits_are_of_isolated_rewards,

@@ -17,6 +17,7 @@ from grpo_ray.config.checks import check_across_fields, check_advantages
 from grpo_ray.config.fields import VALUES, describe_errors, field_descriptions, type_adapter, unknown_key_message
 from grpo_ray.config.heldout_keys import AUTO, heldout_keys, heldout_label, primary_key, ranking_metric
 from grpo_ray.config.reward_names import SOLUTION_REWARDS, derived_score, is_reward_model
+from grpo_ray.config.peft_fields import check_peft_settings
 from grpo_ray.config.sampling import SamplingOptions, StructuredOutputs, sampling_options
 from grpo_ray.config.sizes import Sizes
 from grpo_ray.config.sources import HeldoutSource, TrainingSource, heldout_sources, training_sources
@@ -223,6 +224,18 @@ class LoraConfig:
     """Layers that get an adapter: "all-linear" for all linear layers except the output layer, or a list of names such
     as [q_proj, v_proj]."""
 
+    @property
+    def peft(self) -> Mapping[str, Any]:
+        """The same adapter in the form of `model.peft`."""
+        modules = self.target_modules if isinstance(self.target_modules, str) else list(self.target_modules)
+        return {
+            "type": "LORA",
+            "r": self.rank,
+            "lora_alpha": self.alpha,
+            "lora_dropout": self.dropout,
+            "target_modules": modules,
+        }
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
@@ -241,6 +254,15 @@ class ModelConfig:
     """Train a LoRA adapter instead of the whole policy: {rank: 64, alpha: 128, dropout: 0.0, target_modules:
     all-linear}, or {} for these defaults. null: off. Checkpoints hold only the adapter; `grpo-ray export` merges it
     into the policy."""
+    peft: Annotated[Mapping[str, Any], AfterValidator(check_peft_settings)] | None = None
+    """Train an adapter of any type that PEFT can merge: {type: LORA, r: 16, use_dora: true}, {type: OFT}, ... with the
+    fields of the type's config in PEFT (see docs/adapters.md). `target_modules` is "all-linear" by default. null: off.
+    `model.lora` is the short form of {type: LORA}."""
+
+    @property
+    def adapter(self) -> Mapping[str, Any] | None:
+        """The adapter that is trained, in the form of `model.peft`; None if the whole policy is."""
+        return self.peft if self.lora is None else self.lora.peft
 
 
 @dataclass(frozen=True, kw_only=True)

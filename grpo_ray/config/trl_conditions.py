@@ -81,6 +81,7 @@ CONDITIONS = (
     Condition(("sync_ref_model", "use_bias_correction_kl"), "grpo.beta", bool, "grpo.beta=0.04"),
     # TRL's reference is the policy without the adapter, which does not change.
     Condition(("sync_ref_model",), "model.lora", lambda lora: lora is None, "model.lora=null"),
+    Condition(("sync_ref_model",), "model.peft", lambda peft: peft is None, "model.peft=null"),
     Condition(
         ("ref_model_mixup_alpha", "ref_model_sync_steps"), "grpo.sync_ref_model", bool, "grpo.sync_ref_model=true"
     ),

@@ -225,7 +225,7 @@ def solve_shard(
     from grpo_ray.inference.arguments import llm_arguments, request_parameters
     from grpo_ray.inference.conversation_source import conversation_source
     from grpo_ray.inference.sampling import Completion, completion_of
-    from grpo_ray.models.lora import merged_policy_path
+    from grpo_ray.models.adapter_folders import merged_policy_path
     from grpo_ray.models.tokenizer import load_tokenizer
 
     with tempfile.TemporaryDirectory(prefix="grpo_ray-") as scratch:

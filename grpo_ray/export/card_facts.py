@@ -66,6 +66,14 @@ class CardFacts:
         """Return a field of the config; None if it is not set."""
         return self.config.get(section, {}).get(name)
 
+    @property
+    def adapter_type(self) -> str | None:
+        """Type of the adapter that was trained, in PEFT's terms; None if the whole policy was."""
+        if self.field("model", "lora"):
+            return "LORA"
+        settings = self.field("model", "peft")
+        return str(settings.get("type")) if isinstance(settings, Mapping) and settings else None
+
 
 def gather_facts(checkpoint: CheckpointInfo) -> CardFacts:
     """Read the facts for a card from a checkpoint's run folder; missing or damaged files are skipped."""

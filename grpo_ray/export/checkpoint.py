@@ -17,7 +17,7 @@ from grpo_ray.config.schema import RunConfig
 from grpo_ray.errors import CheckpointError, ConfigError, DamagedFileError
 from grpo_ray.export import model_card
 from grpo_ray.export.card_facts import gather_facts
-from grpo_ray.models.lora import base_policy_path, fetch_from_run, has_adapter, write_policy
+from grpo_ray.models.adapter_folders import base_policy_path, fetch_from_run, has_adapter, write_policy
 from grpo_ray.models.plausible_policy import require_plausible_policy
 from grpo_ray.storage.checkpoint_integrity import find_faults
 from grpo_ray.storage.checkpoints import (

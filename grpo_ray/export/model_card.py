@@ -144,11 +144,11 @@ def _training_rows(facts: CardFacts) -> list[tuple[str, str]]:
     workers, uses_gpu = facts.field("cluster", "num_workers"), facts.field("cluster", "use_gpu")
     memory = f" ({facts.device_gib:.0f} GiB)" if facts.device_gib else ""
     device = f"{_code(facts.device)}{memory}" if facts.device else "GPU" if uses_gpu else "CPU"
-    lora = facts.field("model", "lora")
+    adapter = facts.adapter_type
     rewards = facts.field("rewards", "functions")
     rows = [
         ("base policy", facts.field("model", "path")),
-        ("method", "GRPO on a LoRA adapter, merged here" if lora else "GRPO on all weights"),
+        ("method", f"GRPO on an adapter ({adapter}), merged here" if adapter else "GRPO on all weights"),
         ("data", shown_training(facts.field("data", "train"))),
         ("rewards", ", ".join(map(str, rewards)) if isinstance(rewards, list | tuple) else rewards),
         *((label, facts.field("grpo", name)) for label, name in SETTINGS if not _is_off(facts, name)),

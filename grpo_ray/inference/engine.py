@@ -51,7 +51,7 @@ from grpo_ray.inference.vllm_internals import (
     unlink_shared_memory,
 )
 from grpo_ray.inference.weight_proof import WeightProof, learner_weights
-from grpo_ray.models.lora import merged_weights
+from grpo_ray.models.adapters import merged_weights
 from grpo_ray.telemetry.profiler import PhaseProfiler, in_phase
 from grpo_ray.text.redaction import redact
 

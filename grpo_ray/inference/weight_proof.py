@@ -21,18 +21,22 @@ them (packed weights of the CPU backend, keys and values of earlier prompts) mus
 The log-probabilities show, within their tolerance, that the engine computes with its parameters.
 """
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from peft import PeftModel
 from peft.tuners.lora import LoraLayer
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils import ModulesToSaveWrapper
 from torch.distributed.tensor import DTensor
 
 from grpo_ray.distributed import all_gather_object
 from grpo_ray.errors import SyncError
 from grpo_ray.inference.weight_layout import LoadRecorder, Recorded, WeightLayout
 from grpo_ray.inference.weight_sums import add_sums, shard_sum, weight_sum
+from grpo_ray.models.adapters import merged_layer, saved_copy
 
 Gather = Callable[[Any], list[Any]]
 """Collects the objects of several workers, by rank; collective."""
@@ -47,34 +51,63 @@ NAMED = 3
 def learner_weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, weight) of each parameter of the learner's policy, merged with its adapter; collective.
 
-    A sharded weight stays a DTensor, of which this worker holds a part. Updates are added and rounded as in the weights
-    that are sent (`merged_weights` in `models/lora.py`), but a weight is looked up by the layer that owns it.
+    A weight that no adapter changes stays a DTensor if it is sharded, of which this worker holds a part; so does a
+    weight with plain LoRA. Updates are added and rounded as in the weights that are sent (`merged_weights` in
+    `models/adapters.py`), but a weight is looked up by its parameter, not by the place of its layer.
     """
     if not isinstance(model, PeftModel):
         yield from model.named_parameters()
         return
     policy = model.get_base_model()
-    layers: list[Any] = [each for each in policy.modules() if isinstance(each, LoraLayer)]
-    adapted = {id(each.get_base_layer()): each for each in layers}
-    added = {id(each) for layer in adapted.values() for part in _adapter_parts(layer) for each in part.parameters()}
+    layers: list[Any] = [each for each in policy.modules() if isinstance(each, BaseTunerLayer)]
+    owners = {
+        id(parameter): (layer, attribute)
+        for layer in layers
+        for attribute, parameter in layer.get_base_layer().named_parameters()
+    }
+    copies = _saved_copies(policy)
+    added = {id(each) for layer in layers for each in layer.parameters()} - owners.keys()
+    added |= {id(copy) for copy in copies.values()}
+    merged_of: BaseTunerLayer | None = None
+    merged: dict[str, torch.Tensor] = {}
     for name, parameter in policy.named_parameters():
         if id(parameter) in added:
             continue
-        module, _, attribute = name.rpartition(".")
-        layer = adapted.get(id(policy.get_submodule(module)))
-        weight: torch.Tensor = parameter
-        if layer is not None and attribute == "weight":
-            weight = parameter.float()
-            for adapter in layer.active_adapters:
-                weight = weight + _laid_out_as(weight, layer.get_delta_weight(adapter))
-        yield name.replace(".base_layer", ""), weight.detach()
+        weight: torch.Tensor = copies.get(id(parameter), parameter)
+        if id(parameter) in owners:
+            layer, attribute = owners[id(parameter)]
+            update = _plain_update(layer, attribute)
+            if update is not None:
+                weight = weight.float() + _laid_out_as(weight, update)
+            else:
+                if layer is not merged_of:  # a layer's parameters follow each other
+                    with merged_layer(layer) as base:
+                        merged_of, merged = layer, dict(base.named_parameters())
+                weight = merged[attribute]
+        yield WRAPPERS.sub("", name), weight.detach()
 
 
-def _adapter_parts(layer: Any) -> Iterator[torch.nn.Module]:
-    """Yield the modules of an adapted layer that belong to its adapters."""
-    for name, child in layer.named_children():
-        if name != "base_layer":
-            yield child
+WRAPPERS = re.compile(r"\.(base_layer|original_module|token_adapter)(?=\.)")
+"""Parts of a parameter's name that come from the modules of an adapter around its layer."""
+
+
+def _saved_copies(policy: torch.nn.Module) -> dict[int, torch.nn.Parameter]:
+    """Return the trained copies of whole modules (`modules_to_save`), by the id of the parameter that they replace."""
+    copies = {}
+    for wrapper in policy.modules():
+        if isinstance(wrapper, ModulesToSaveWrapper):
+            originals = dict(wrapper.original_module.named_parameters())
+            copies |= {id(originals[name]): copy for name, copy in saved_copy(wrapper).named_parameters()}
+    return copies
+
+
+def _plain_update(layer: Any, attribute: str) -> torch.Tensor | None:
+    """Return the update of a sharded weight with plain LoRA, which needs no gathered copy; None for all others."""
+    weight = layer.get_base_layer().weight
+    if attribute != "weight" or not isinstance(weight, DTensor) or not isinstance(layer, LoraLayer):
+        return None
+    (adapter,) = layer.active_adapters
+    return None if adapter in layer.lora_variant else layer.get_delta_weight(adapter)
 
 
 def _laid_out_as(weight: torch.Tensor, update: torch.Tensor) -> torch.Tensor:

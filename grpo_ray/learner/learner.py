@@ -94,7 +94,8 @@ from grpo_ray.learner.trl_internals import (
     shard_without_gpus,
     sharding_reference_by_layer,
 )
-from grpo_ray.models.lora import base_model, has_adapter, peft_config, record_base_policy
+from grpo_ray.models.adapter_folders import has_adapter, record_base_policy
+from grpo_ray.models.adapters import base_model, peft_config, train_in_float32
 from grpo_ray.models.shards import has_shards
 from grpo_ray.models.tokenizer import load_tokenizer
 from grpo_ray.rewards.registry import load_rewards
@@ -186,6 +187,8 @@ class Learner(GRPOTrainer):
         self.problems = self.profiler.timed_iterator("wait", problems)
         with sharding_reference_by_layer(config.cluster.shard_learner):
             super().__init__(callbacks=[ResumedSettings(), *callbacks, *self.hooks.callbacks], **trl_trainer)
+        if config.model.adapter:
+            train_in_float32(self.model)
         self._refuse_router_loss()
         self.remove_callback(PrinterCallback)  # metrics are in metrics.jsonl; the log is for messages
         if self.accelerator.device.type == "cuda":
@@ -399,7 +402,7 @@ class Learner(GRPOTrainer):
             super().save_model(output_dir, _internal_call)
             return
         adapter = {}
-        if self.config.model.lora:  # small, and evaluation and export expect PEFT's files
+        if self.config.model.adapter:  # small, and evaluation and export expect PEFT's files
             adapter = gather_weights(trained_weights(self.model), keep=self.args.should_save)
         if self.args.should_save:
             self._save(output_dir, adapter)
@@ -416,14 +419,14 @@ class Learner(GRPOTrainer):
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """Save the policy. An adapter's checkpoint records `model.path`, not the path of this worker's copy."""
         super()._save(output_dir, state_dict)
-        if self.config.model.lora:
+        if self.config.model.adapter:
             record_base_policy(Path(output_dir or self.args.output_dir), self.config)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Load a checkpoint. TRL would ignore weights or optimizer state of another kind without an error.
 
         Raises:
-            CheckpointError: the checkpoint was written with another `model.lora` or `cluster.shard_learner`, or without
+            CheckpointError: the checkpoint was written with another adapter or `cluster.shard_learner`, or without
                 the reference that `grpo.sync_ref_model` needs.
         """
         check_checkpoint_kind(resume_from_checkpoint, self.config)
@@ -824,12 +827,12 @@ def build_learner(
 
 
 def check_checkpoint_kind(checkpoint: str, config: Config) -> None:
-    """Raise CheckpointError if a checkpoint was written with another `model.lora` or `cluster.shard_learner`."""
+    """Raise CheckpointError if a checkpoint was written with another adapter or `cluster.shard_learner`."""
     is_adapter = has_adapter(checkpoint)
-    if is_adapter != (config.model.lora is not None):
+    if is_adapter != (config.model.adapter is not None):
         content = "an adapter" if is_adapter else "a whole policy"
         raise CheckpointError(
-            f"the checkpoint holds {content}, which does not match model.lora; to begin with another kind, export the "
+            f"the checkpoint holds {content}, which does not match model.lora or model.peft; to begin with another kind, export the "
             "checkpoint (grpo-ray export) and name the folder as model.path"
         )
     was_sharded = has_shards(checkpoint)

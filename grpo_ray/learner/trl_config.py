@@ -68,7 +68,7 @@ def _optional_arguments(config: Config) -> dict[str, Any]:
         "gradient_checkpointing": config.cluster.use_gpu,
         "report_to": "none",
     } | {name: value for name, value in config.grpo.trl.items() if name != "num_iterations"}
-    if config.model.lora:  # weights that are not trained need no more precision than the engine's
+    if config.model.adapter:  # weights that are not trained need no more precision than the engine's
         arguments["model_init_kwargs"] = {"dtype": config.dtype} | (arguments.get("model_init_kwargs") or {})
     if config.cluster.shard_learner:
         arguments |= sharding_arguments(arguments.get("fsdp_config") or {})

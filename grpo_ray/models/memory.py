@@ -36,9 +36,10 @@ the learner, and e bytes per number in `model.dtype`, the terms in bytes are:
                           their own process, and one layer's activations in a pass of REWARD_MODEL_TOKENS
     other                 CONTEXT: CUDA's context, cuBLAS workspaces; NCCL: buffers, with several workers
 
-With a LoRA adapter (model.lora) of A parameters, A replaces N in gradients, optimizer states and copies, the weights
-are e N + 4 A, there is no reference model, the output layer has no gradient, and a weight sync needs three float32
-copies of the largest weight for the merge. A is counted as if every linear layer of a Llama-like policy had an adapter.
+With an adapter (model.lora, model.peft) of A parameters, A replaces N in gradients, optimizer states and copies, the
+weights are e N + 4 A, there is no reference model, the output layer has no gradient, and a weight sync needs three
+float32 copies of the largest weight for the merge. PEFT counts A on a policy without weights; where it cannot, A is that
+of LoRA on every linear layer. Some types also build whole weights in each pass (`ADAPTER_COSTS`).
 
 A sharded learner (cluster.shard_learner) on W workers holds 1/W of weights, reference model, gradients and optimizer
 states, and needs no buckets. Its unsharded copies in 16 bits are embedding and output layer for the whole pass, the
@@ -51,12 +52,12 @@ not its CUDA graphs; while the engine generates, gradients and activations are g
 
 The terms were derived from the sources of torch, transformers, TRL and vLLM. Tests compare kept activations and working
 memory with the allocations of a traced pass on the CPU. CUDA_GRAPHS, CONTEXT, NCCL and FRAGMENTATION are rules of
-thumb. Nothing has been compared with a GPU yet.
+thumb. Two runs on an H100 used what was estimated, within 2 % (docs/gpu-memory.md).
 """
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from grpo_ray.config.schema import Config
@@ -133,6 +134,8 @@ class ModelShape:
     """True if the output layer's weight is the embedding."""
     context_length: int
     """Longest sequence that the model supports, in tokens."""
+    adapter_parameters: int | None = None
+    """Parameters of the adapter that is trained; None: there is none, or it was not counted."""
 
     @property
     def embedding_parameters(self) -> int:
@@ -186,6 +189,20 @@ FULL = ActivationSizes(stream=4, kept=PerToken(24, 8, 8, 16), backward=PerToken(
 """float32 weights and no autocast."""
 ADAPTER_RANK = 14
 """Bytes per token and rank that are kept for the adapters of one layer, on seven linear layers."""
+
+ADAPTER_COSTS: Mapping[str, tuple[float, float]] = {
+    "BEFT": (0.8, 0.0), "BOFT": (1.4, 11.0), "C3A": (1.45, 0.0), "DEFT": (1.6, 1.2), "DELORA": (1.15, 0.4),
+    "FOURIERFT": (1.1, 2.2), "GLORA": (1.0, 2.8), "GRALORA": (1.15, 0.4), "HIRA": (1.1, 2.4), "HRA": (1.0, 34.0),
+    "IA3": (1.45, 0.1), "LN_TUNING": (0.8, 0.0), "LOHA": (1.0, 2.0), "LOKR": (1.1, 2.1), "MISS": (0.8, 0.2),
+    "OFT": (1.1, 4.3), "PEANUT": (1.0, 4.4), "PSOFT": (0.8, 0.5), "PVERA": (1.5, 1.0), "RANDLORA": (0.95, 2.7),
+    "SUPERTUNING": (1.0, 2.1), "TINYLORA": (0.8, 0.2), "UNILORA": (1.1, 0.2), "VBLORA": (1.1, 1.0),
+    "VERA": (1.25, 0.7), "WAVEFT": (1.0, 4.2),
+}  # fmt: skip
+"""Type of `model.peft` -> kept activations of one layer, in terms of a layer's without an adapter, and bytes per weight
+of the layer that are kept whatever the number of tokens: whole weights that the type builds in each pass. Traced with
+ranks of 8 on layers of Qwen2.5's proportions; a larger rank needs more."""
+OTHER_ADAPTER = (1.6, 12.0)
+"""The same for types that were not traced: as much as nearly all others need."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -532,9 +549,9 @@ def estimate_memory(
         reward_models: memory of the reward models on the same GPU, in bytes (`reward_model_memory`).
     """
     trl, workers, number_bytes = config.grpo.trl, config.cluster.max_workers, BYTES_PER_NUMBER[config.dtype]
-    lora, sharded = config.model.lora, config.cluster.shard_learner
+    adapter, sharded = config.model.adapter, config.cluster.shard_learner
     tensor_parallel = int(trl.get("vllm_tensor_parallel_size", 1))
-    trained = adapter_parameters(shape, lora.rank) if lora else shape.parameters
+    trained = _trained_parameters(shape, adapter)
     shards = workers if sharded else 1
     completions = config.sizes.completions_per_generation // workers
     # A tensor-parallel engine divides each sequence's cache over its GPUs, and serves the workers of all of them.
@@ -545,8 +562,8 @@ def estimate_memory(
         parameters=shape.parameters,
         tokens_per_micro_batch=tokens,
         gradient_checkpointing=gradient_checkpointing,
-        weights=(number_bytes * shape.parameters + 4 * trained if lora else 4 * shape.parameters) // shards,
-        reference_model=4 * shape.parameters // shards if trl.get("beta", 0.0) and not lora else 0,
+        weights=(number_bytes * shape.parameters + 4 * trained if adapter else 4 * shape.parameters) // shards,
+        reference_model=4 * shape.parameters // shards if trl.get("beta", 0.0) and not adapter else 0,
         optimizer_states=8 * trained // shards,
         gradient_buckets=4 * trained if workers > 1 and not sharded else 0,
         gradients=4 * trained // shards,
@@ -587,7 +604,7 @@ class _Passes:
     def _sizes(self) -> ActivationSizes:
         if self._number_bytes == 4:
             return FULL
-        if self.config.model.lora:
+        if self.config.model.adapter:
             return ADAPTER
         return HALF if self._sharded else AUTOCAST
 
@@ -596,19 +613,23 @@ class _Passes:
         """Copies of all weights of layers in 16 bits that autocast makes in a forward pass."""
         if self._number_bytes == 4 or self._sharded:
             return 0
-        weights = self.trained if self.config.model.lora else self.shape.layer_parameters * self.shape.layers
+        weights = self.trained if self.config.model.adapter else self.shape.layer_parameters * self.shape.layers
         return self._number_bytes * weights
 
     @property
     def _output_gradient(self) -> int:
         """float32 gradient of the output layer's weight; an adapter trains no output layer."""
-        return 0 if self.config.model.lora else 4 * self.shape.vocabulary * self.shape.hidden_size
+        return 0 if self.config.model.adapter else 4 * self.shape.vocabulary * self.shape.hidden_size
 
     @property
     def _one_layer(self) -> int:
-        lora = self.config.model.lora
-        adapters = ADAPTER_RANK * lora.rank if lora else 0
-        return self.tokens * (self._sizes.kept.bytes(self.shape) + adapters)
+        kept, adapter = self._sizes.kept.bytes(self.shape), self.config.model.adapter
+        if not adapter:
+            return self.tokens * kept
+        if adapter["type"] == "LORA":
+            return self.tokens * (kept + ADAPTER_RANK * _rank(adapter))
+        factor, per_weight = ADAPTER_COSTS.get(adapter["type"], OTHER_ADAPTER)
+        return int(self.tokens * kept * factor + per_weight * self.shape.layer_parameters)
 
     @property
     def kept(self) -> int:
@@ -659,7 +680,7 @@ class _Passes:
             recomputed = self._one_layer + self._copies // self.shape.layers
         reduced = (self._number_bytes + 8) * self.shape.layer_parameters if self._sharded else 0
         weight = self.shape.hidden_size * self.shape.intermediate_size
-        weight_gradient = 0 if self.config.model.lora or self._number_bytes == 4 else (self._number_bytes + 4) * weight
+        weight_gradient = 0 if self.config.model.adapter or self._number_bytes == 4 else (self._number_bytes + 4) * weight
         gradients = self.tokens * self._sizes.backward.bytes(self.shape)
         return self._output_gradient + recomputed + gradients + weight_gradient + self._gathered + reduced
 
@@ -674,7 +695,7 @@ class _Passes:
 def _weight_sync(config: Config, shape: ModelShape) -> int:
     """Return the peak of the temporary copies in a weight sync, in bytes; weights are copied one at a time."""
     largest = shape.hidden_size * max(shape.intermediate_size, shape.query_size)
-    merged = 12 * largest if config.model.lora else 0
+    merged = 12 * largest if config.model.adapter else 0
     if not config.cluster.shard_learner:
         return merged
     # The previous weight is still allocated, and rows that do not divide are copied once more without their padding.
@@ -717,26 +738,44 @@ def reward_model_memory(config: Config) -> int:
     return CONTEXT + layer + sum(number_bytes * shape.parameters for shape in shapes)
 
 
-def adapter_parameters(shape: ModelShape, rank: int) -> int:
-    """Count the parameters of an adapter on every linear layer: rank x (inputs + outputs) of each layer."""
+def _trained_parameters(shape: ModelShape, adapter: Mapping[str, Any] | None) -> int:
+    """Return the number of trained parameters; that of an adapter which was not counted is that of LoRA."""
+    if not adapter:
+        return shape.parameters
+    if shape.adapter_parameters is not None:
+        return shape.adapter_parameters
     attention = 2 * (shape.hidden_size + shape.query_size) + 2 * (shape.hidden_size + shape.key_value_size)
-    return rank * shape.layers * (attention + 3 * (shape.hidden_size + shape.intermediate_size))
+    # LoRA on every linear layer of a Llama-like policy: rank x (inputs + outputs) of each layer.
+    return _rank(adapter) * shape.layers * (attention + 3 * (shape.hidden_size + shape.intermediate_size))
 
 
-def model_shape(path: str, trust_remote_code: bool = False) -> ModelShape:
+def _rank(adapter: Mapping[str, Any]) -> int:
+    """Return the rank of an adapter; PEFT's default for LoRA if it has none."""
+    return int(adapter.get("r") or 8)
+
+
+def model_shape(
+    path: str, trust_remote_code: bool = False, adapter: Mapping[str, Any] | None = None
+) -> ModelShape:
     """Read a model's config and count its parameters, without loading its weights.
 
     Args:
         path: local folder or hub id.
+        adapter: adapter to try on the model and to count, in the form of `model.peft`.
 
     Raises:
-        ConfigError: the config cannot be read, or is not that of a causal language model.
+        ConfigError: the config cannot be read, or is not that of a causal language model, or the adapter does not fit.
     """
     from transformers import AutoModelForCausalLM
 
     config, model = _model_without_weights(path, AutoModelForCausalLM, trust_remote_code, "model.path")
     tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
-    return _shape_of(config, model, tied)
+    shape = _shape_of(config, model, tied)
+    if adapter is None:
+        return shape
+    from grpo_ray.models.adapters import try_adapter
+
+    return replace(shape, adapter_parameters=try_adapter(model, adapter))
 
 
 def reward_model_shape(path: str, trust_remote_code: bool = False) -> ModelShape:

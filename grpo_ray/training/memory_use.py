@@ -28,7 +28,7 @@ def plan_for_workers(config: Config, model_path: str) -> MemoryPlan | None:
     if not config.cluster.use_gpu:
         return None
     smallest = min(all_gather_object(gpu_bytes()))
-    shape = model_shape(model_path, config.model.trust_remote_code)
+    shape = model_shape(model_path, config.model.trust_remote_code, config.model.adapter)
     return plan_memory(config, shape, smallest, reward_models=reward_model_memory(config))
 
 

@@ -86,7 +86,7 @@ ADAPTER = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 8, "lora_alpha": 
 )
 def test_adapter_config_with_other_fields_is_refused(tmp_path: Path, field: str, value: object) -> None:
     from grpo_ray.errors import CheckpointError
-    from grpo_ray.models.lora import read_adapter_config
+    from grpo_ray.models.adapter_folders import read_adapter_config
 
     settings = ADAPTER | {"base_model_name_or_path": "policy", "target_modules": ["q_proj"], "megatron_core": "os"}
     path = tmp_path / "adapter_config.json"
@@ -103,7 +103,7 @@ def test_adapter_config_with_other_fields_is_refused(tmp_path: Path, field: str,
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", "{}", '{"peft_type": "LORA", "r": "many"}'])
 def test_adapter_config_damaged_is_one_line(tmp_path: Path, text: str) -> None:
     from grpo_ray.errors import CheckpointError
-    from grpo_ray.models.lora import read_adapter_config
+    from grpo_ray.models.adapter_folders import read_adapter_config
 
     (tmp_path / "adapter_config.json").write_text(text)
     with pytest.raises(CheckpointError, match=r"adapter_config\.json is damaged"):

@@ -253,7 +253,7 @@ def read_policy(config: Config) -> PolicyInfo:
     """Read the policy's config and tokenizer. Raises ConfigError."""
     path = fetch_policy_files(config.model.path)
     source = PolicyTokenizer(config.model.path, config.model.trust_remote_code)
-    shape = model_shape(path, config.model.trust_remote_code)
+    shape = model_shape(path, config.model.trust_remote_code, config.model.adapter)
     return PolicyInfo(shape, source.load(), engine_context(config, source))
 
 

@@ -10,9 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from grpo_ray.driver.cluster.connection import connect, require_engine_system, require_resources, starts_cluster
+from grpo_ray.driver.preflight.policy_files import fetch_policy_files
 from grpo_ray.driver.preflight.run_context import RunContext
 from grpo_ray.driver.preflight.same_run import check_old_run, check_same_run
 from grpo_ray.errors import ConfigError
+from grpo_ray.models.memory import model_shape
 from grpo_ray.observers.trackers.registry import check_trackers
 from grpo_ray.resilience.elastic import explain_scaling
 from grpo_ray.resilience.nodes import check_nodes, model_issue
@@ -57,6 +59,14 @@ def check_policy(context: RunContext) -> Sequence[str]:
     """Check that the policy's own config can be read. Raises ConfigError."""
     if issue := model_issue(context.config):
         raise ConfigError(issue)
+    return ()
+
+
+def check_adapter(context: RunContext) -> Sequence[str]:
+    """Try the adapter on the policy without its weights. Raises ConfigError."""
+    model = context.config.model
+    if model.adapter:
+        model_shape(fetch_policy_files(model.path), model.trust_remote_code, model.adapter)
     return ()
 
 
@@ -151,6 +161,7 @@ CHECKS = (
     Check("TRL arguments", check_trl, beside_connection=True),
     Check("trackers", check_run_trackers, beside_connection=True),
     Check("policy", check_policy),
+    Check("adapter", check_adapter),
     Check("reward models", check_reward_models),
     Check("old run", check_old_run),
     Check("same run", check_same_run),

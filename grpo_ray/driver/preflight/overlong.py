@@ -163,7 +163,7 @@ def evaluated_policy(config: Config, checkpoint: str) -> str:
     Raises:
         CheckpointError: the checkpoint's config or weights declare implausible sizes.
     """
-    from grpo_ray.models.lora import has_adapter
+    from grpo_ray.models.adapter_folders import has_adapter
 
     local = fetch_policy_files(checkpoint)
     require_plausible_policy(local, has_weights="://" not in checkpoint)  # weights at a URI are not downloaded here

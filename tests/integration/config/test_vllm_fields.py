@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 import vllm
+import vllm.envs
+from library_contract.table import NEWER_VARIABLES
 from vllm.engine.arg_utils import EngineArgs
 from vllm_field_table import read_release
 
@@ -42,6 +44,10 @@ def test_online_quantization_is_known_to_vllm() -> None:
     from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS
 
     assert set(ONLINE_QUANTIZATION) <= set(QUANTIZATION_METHODS)
+
+
+def test_installed_release_has_the_variables_that_older_ones_lack() -> None:
+    assert NEWER_VARIABLES <= vllm.envs.environment_variables.keys()
 
 
 def test_llm_arguments_exist(policy: Path) -> None:

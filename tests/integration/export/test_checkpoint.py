@@ -61,7 +61,8 @@ def runs(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from grpo_ray.config.loader import load_config
-    from grpo_ray.models.lora import peft_config, record_base_policy
+    from grpo_ray.models.adapter_folders import record_base_policy
+    from grpo_ray.models.adapters import peft_config
 
     torch.manual_seed(1)
     storage = tmp_path_factory.mktemp("runs")
@@ -180,7 +181,7 @@ def test_export_pickled_weights_are_not_read(runs: Path, tmp_path: Path) -> None
     import torch
 
     from grpo_ray.errors import ConfigError
-    from grpo_ray.models.lora import write_policy
+    from grpo_ray.models.adapter_folders import write_policy
 
     checkpoint = tmp_path / "checkpoint"
     shutil.copytree(runs / "whole" / "checkpoint-000004", checkpoint)

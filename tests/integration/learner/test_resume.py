@@ -126,7 +126,7 @@ def test_learner_resumed_with_another_schedule_takes_its_rate(tmp_path: Path, sa
 @pytest.mark.parametrize(
     ("file", "overrides", "message"),
     [
-        ("adapter_config.json", [], "the checkpoint holds an adapter, which does not match model.lora"),
+        ("adapter_config.json", [], "the checkpoint holds an adapter, which does not match model.lora or model.peft"),
         ("model.safetensors", ["model.lora={}"], "the checkpoint holds a whole policy"),
         ("shards/policy", [], "written with cluster.shard_learner=true"),
         ("model.safetensors", ["cluster.shard_learner=true"], "written with cluster.shard_learner=false"),

@@ -34,7 +34,7 @@ def with_adapter(policy: Path, dtype: str) -> Any:
     from peft import get_peft_model
     from transformers import AutoModelForCausalLM
 
-    from grpo_ray.models.lora import peft_config
+    from grpo_ray.models.adapters import peft_config
 
     lora = peft_config(load_config(None, [LORA]))
     assert lora is not None
@@ -53,7 +53,7 @@ def with_adapter(policy: Path, dtype: str) -> Any:
 def test_merged_weights_are_policy_plus_update(policy: Path, dtype: str) -> None:
     import torch
 
-    from grpo_ray.models.lora import merged_weights
+    from grpo_ray.models.adapters import merged_weights
 
     model = with_adapter(policy, dtype)
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
@@ -75,7 +75,7 @@ def test_merged_weights_are_policy_plus_update(policy: Path, dtype: str) -> None
 def test_merged_policy_equals_policy_with_adapter(policy: Path) -> None:
     import torch
 
-    from grpo_ray.models.lora import merge_adapter
+    from grpo_ray.models.adapters import merge_adapter
 
     model = with_adapter(policy, "float32").eval()
     ids = torch.arange(3, 13)[None]
@@ -102,7 +102,8 @@ def test_adapter_of_embedded_policy_finds_it_in_the_run_folder(name: str, tmp_pa
     import torch
     from transformers import AutoModelForCausalLM
 
-    from grpo_ray.models.lora import merge_adapter, merged_policy_path, record_base_policy
+    from grpo_ray.models.adapter_folders import merged_policy_path, record_base_policy
+    from grpo_ray.models.adapters import merge_adapter
 
     base, checkpoint = embedded_policy(name), tmp_path / "run" / "checkpoint-000002"
     model = with_adapter(base, "float32")
@@ -121,7 +122,7 @@ def test_adapter_of_embedded_policy_finds_it_in_the_run_folder(name: str, tmp_pa
 
 @pytest.mark.parametrize("scheme", ["", "file://"])
 def test_adapter_finds_a_base_policy_that_has_moved(scheme: str, tmp_path: Path) -> None:
-    from grpo_ray.models.lora import base_policy_path
+    from grpo_ray.models.adapter_folders import base_policy_path
 
     adapter, run = tmp_path / "run" / "checkpoint-000002", RunFolder(str(tmp_path), "run")
     adapter.mkdir(parents=True)

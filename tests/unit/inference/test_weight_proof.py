@@ -17,7 +17,7 @@ from grpo_ray.errors import SyncError
 from grpo_ray.inference.weight_layout import Recorded
 from grpo_ray.inference.weight_proof import WeightProof, learner_weights
 from grpo_ray.inference.weight_sums import weight_sum
-from grpo_ray.models.lora import merged_weights
+from grpo_ray.models.adapters import merged_weights
 
 Weights = dict[str, torch.Tensor]
 DTYPES = [torch.float32, torch.bfloat16]

@@ -1,25 +1,19 @@
-"""LoRA adapters: their configuration, and merging an adapter into the policy that it belongs to.
-
-For weight sync and for exported folders alike, merging adds in float32 and rounds once. It never modifies the weights
-being trained.
-"""
+"""Folders of adapters and policies: reading an adapter of any run, finding its policy, and writing both as one policy."""
 
 import json
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
-from peft import LoraConfig, PeftModel
-from peft.tuners.lora import LoraLayer
-from torch.distributed.tensor import DTensor
+from peft import PeftConfig, PeftModel
 
+from grpo_ray.config.peft_fields import REFUSED_FIELDS, check_peft_settings, peft_types
 from grpo_ray.config.recorded import RECORDED_CONFIG
 from grpo_ray.config.schema import Config
 from grpo_ray.config.sources import EMBEDDED_POLICIES
 from grpo_ray.errors import CheckpointError, ConfigError
+from grpo_ray.models.adapters import build_config, merge_adapter
 from grpo_ray.models.plausible_policy import require_plausible_policy
 from grpo_ray.models.shards import NOT_POLICY, consolidate, has_shards
 from grpo_ray.storage.filesystem import fetch_folder
@@ -31,81 +25,13 @@ ADAPTER_CONFIG = "adapter_config.json"
 """Present in a folder with an adapter; a folder with a whole policy has `config.json` instead."""
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
-
-ADAPTER_FIELDS = ("task_type", "r", "lora_alpha", "lora_dropout", "target_modules")
-"""Fields of PEFT's `LoraConfig` that `peft_config` sets."""
+WRITTEN_BY_PEFT = frozenset({"base_model_name_or_path", "inference_mode", "peft_type", "peft_version", "task_type"})
+"""Fields of an adapter's config that no setting gives."""
 
 
 def has_adapter(folder: str | Path) -> bool:
     """Return True if a local folder contains an adapter, False if it contains a whole policy."""
     return Path(folder, ADAPTER_CONFIG).exists()
-
-
-def peft_config(config: Config) -> LoraConfig | None:
-    """Translate `model.lora` for PEFT; None without it.
-
-    Call it right before the policy is loaded: it sets torch's seed to `run.seed`, so that every worker draws the same
-    initial adapter weights (worker-count invariance).
-    """
-    lora = config.model.lora
-    if lora is None:
-        return None
-    torch.manual_seed(config.run.seed)
-    return LoraConfig(
-        task_type="CAUSAL_LM",
-        r=lora.rank,
-        lora_alpha=lora.alpha,
-        lora_dropout=lora.dropout,
-        target_modules=lora.target_modules if isinstance(lora.target_modules, str) else list(lora.target_modules),
-    )
-
-
-def base_model(model: torch.nn.Module) -> Any:
-    """Return the policy that an adapter belongs to, or the model itself if it has none."""
-    return model.get_base_model() if isinstance(model, PeftModel) else model
-
-
-def merged_weights(model: PeftModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, weight) of each parameter of the policy with its adapter merged, without modifying the model.
-
-    Names are those of the policy without an adapter. Collective: it gathers shards, so every rank must iterate.
-    """
-    policy = model.get_base_model()
-    layers = {f"{name}.base_layer.weight": layer for name, layer in policy.named_modules() if _is_adapted(layer)}
-    for name, parameter in policy.named_parameters():
-        if model.prefix not in name:  # the adapter's own parameters are part of the merged weights
-            weight = _merged_weight(layers[name]) if name in layers else _unsharded(parameter)
-            yield name.replace(".base_layer", ""), weight.detach()
-
-
-def merge_adapter(model: PeftModel, dtype: torch.dtype | None = None) -> torch.nn.Module:
-    """Merge the adapter into the policy's weights in place, remove the adapter, and return the policy.
-
-    Args:
-        dtype: precision of the merged policy; None keeps the policy's own.
-    """
-    for layer in filter(_is_adapted, model.modules()):
-        weight = layer.get_base_layer().weight
-        weight.data = _merged_weight(layer).detach().to(dtype or weight.dtype)
-    policy = model.unload()
-    return policy if dtype is None else policy.to(dtype)
-
-
-def _is_adapted(module: torch.nn.Module) -> bool:
-    return isinstance(module, LoraLayer)
-
-
-def _merged_weight(layer: Any) -> torch.Tensor:
-    """Return an adapted layer's weight plus its low-rank update, (out, in) float32."""
-    weight = _unsharded(layer.get_base_layer().weight).float()
-    for adapter in layer.active_adapters:
-        weight = weight + _unsharded(layer.get_delta_weight(adapter))
-    return weight
-
-
-def _unsharded(weight: torch.Tensor) -> torch.Tensor:
-    """Return the full weight; gathers it where each worker holds a shard."""
-    return weight.full_tensor() if isinstance(weight, DTensor) else weight
 
 
 def record_base_policy(folder: Path, config: Config) -> None:
@@ -119,10 +45,10 @@ def record_base_policy(folder: Path, config: Config) -> None:
     (folder / "README.md").unlink(missing_ok=True)
 
 
-def read_adapter_config(folder: str | Path) -> LoraConfig:
-    """Read the config of an adapter, which may be part of an untrusted run folder.
+def read_adapter_config(folder: str | Path) -> PeftConfig:
+    """Read the config of an adapter, which may come with a stranger's run folder.
 
-    Only the fields that `peft_config` sets are taken. PEFT's other fields name modules to import and files to load.
+    Only fields that `model.peft` takes are read. PEFT's other fields name modules to import and files to load.
 
     Raises:
         CheckpointError: the config is damaged, or sets other fields, so that the merged weights would be wrong.
@@ -130,14 +56,16 @@ def read_adapter_config(folder: str | Path) -> LoraConfig:
     path = Path(folder, ADAPTER_CONFIG)
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))
-        config = LoraConfig(**{name: settings[name] for name in ADAPTER_FIELDS if name in settings})
-        if settings["peft_type"] != "LORA" or not isinstance(settings["base_model_name_or_path"], str):
-            raise ValueError("it is no LoRA adapter of a named policy")
-    except (ValueError, KeyError, TypeError) as error:
+        kind = settings["peft_type"]
+        if kind not in peft_types() or not isinstance(settings["base_model_name_or_path"], str):
+            raise ValueError("it is no adapter of a named policy")
+        fields = peft_types()[kind].keys() - REFUSED_FIELDS.keys()
+        given = {name: value for name, value in settings.items() if name in fields}
+        config = build_config(check_peft_settings({"type": kind, **given}))
+    except (ConfigError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} is damaged: {' '.join(repr(error).split())[:200]}") from None
     defaults = config.to_dict()
-    ignored = {*ADAPTER_FIELDS, "base_model_name_or_path", "inference_mode", "peft_version", "peft_type"}
-    for name in settings.keys() - ignored:
+    for name in settings.keys() - fields - WRITTEN_BY_PEFT:
         if settings[name] and settings[name] != defaults.get(name):
             raise CheckpointError(f"{path} sets {name}={settings[name]!r}, which adapters of grpo_ray never have")
     return config

@@ -1,0 +1,224 @@
+"""Adapters of PEFT in `model.peft`: the types and fields that are passed on, and those that are refused.
+
+An adapter is merged into the engine's weights at every sync (`models/adapters.py`), so only types whose update is part
+of a weight are taken.
+
+| table | in `model.peft` |
+|---|---|
+| `REFUSED_TYPES` | a type that is refused, with the reason |
+| `REFUSED_FIELDS` | a field that is refused in every type that has it |
+| `REFUSED_VALUES` | a value that is refused |
+| `STARTS_ELSEWHERE` | a type that begins as another policy than `model.path`, unless a field says otherwise |
+
+Every other field of the type's config passes to PEFT as it is. Nothing here imports PEFT. Fields and types are in
+peft_fields.json, which `python scripts/peft_field_table.py` generates; tests/integration/config/test_peft_fields.py
+compares it with the installed release.
+"""
+
+import functools
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from grpo_ray.config.fields import VALUES, values_text
+from grpo_ray.config.similar_names import suggestion
+from grpo_ray.errors import ConfigError
+
+DATA = Path(__file__).with_name("peft_fields.json")
+
+ALL_LINEAR = "all-linear"
+"""PEFT's name for all linear layers except the output layer."""
+
+OURS = {
+    "peft_type": "model.peft.type",
+    "task_type": "nothing: it is CAUSAL_LM",
+    "inference_mode": "nothing: an adapter is trained",
+    "base_model_name_or_path": "model.path",
+    "revision": "model.path to the folder of a revision",
+    "auto_mapping": "model.path",
+    "peft_version": "nothing: it is that of the installed PEFT",
+}
+"""Field of PEFT that cannot be set -> what to set in its place."""
+
+_PROMPTS = "adds tokens or keys to the prompt, and is no part of the weights that the engine holds"
+_BY_INPUT = "has weights that depend on the input, so it cannot be merged into the engine's"
+
+REFUSED_TYPES: dict[str, str] = {
+    **dict.fromkeys(
+        ("PROMPT_TUNING", "MULTITASK_PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING", "CPT", "CARTRIDGE"), _PROMPTS
+    ),
+    **dict.fromkeys(("XLORA", "POLY", "LILY", "ADAPTION_PROMPT", "SHADOW"), _BY_INPUT),
+    "ADALORA": "needs its ranks reallocated in each step, which a run does not do: it would train as plain LoRA",
+    "OSF": "projects gradients outside of the optimizer, and replaces each weight by a product that is rounded",
+    "ADAMSS": "needs scikit-learn, and was never tried",
+}
+"""Type that is refused -> the rest of the sentence "model.peft.type=<type> ..."."""
+
+_MODULES = "names a module to import"
+_DATA = "needs a pass over data before training, which a run does not make"
+_QUANTIZED = "is for quantized policies"
+_UNTRIED = "was never tried with a merge into the engine"
+
+REFUSED_FIELDS: dict[str, str] = {
+    **dict.fromkeys(("megatron_config", "megatron_core"), _MODULES),
+    **dict.fromkeys(("eva_config", "corda_config", "lora_ga_config"), _DATA),
+    **dict.fromkeys(("loftq_config", "use_qalora", "qalora_group_size"), _QUANTIZED),
+    **dict.fromkeys(("velora_config", "monteclora_config", "use_bdlora", "kasa_config", "target_parameters"), _UNTRIED),
+    **dict.fromkeys(("alora_invocation_tokens", "arrow_config"), _BY_INPUT),
+    "layer_replication": "makes a policy with more layers than the engine loads",
+    "runtime_config": "moves weights between devices while they are merged",
+    "runtime_offload_base_weight": "moves weights between devices while they are merged",
+    "ensure_weight_tying": "is about the output layer, which cannot have an adapter: TRL computes the loss from its "
+    "weight alone",
+    "progressbar": "is off: workers have no terminal",
+}
+"""Field that is refused -> the rest of the sentence "model.peft.<field> ..."."""
+
+REFUSED_VALUES: dict[tuple[str, Any], str] = {
+    **dict.fromkeys((("init_lora_weights", each) for each in ("eva", "corda", "lora_ga")), _DATA),
+    ("init_lora_weights", "loftq"): _QUANTIZED,
+    ("save_only_topk_weights", True): "writes checkpoints from which no run can continue",
+    ("sample_at_inference", True): "draws noise while the sync is proven, so engine and learner would never agree",
+}
+"""Field and value that is refused -> the rest of the sentence "model.peft.<field>=<value> ..."."""
+
+STARTS_ELSEWHERE: dict[str, tuple[str, Any]] = {
+    "FOURIERFT": ("init_weights", True),
+    "C3A": ("init_weights", True),
+    "VBLORA": ("", None),
+    "UNILORA": ("", None),
+}
+"""Type whose update is not zero at the start -> the field and the value with which it is; ("", None) if none is."""
+
+MOVES_THE_BASE = ("pissa", "olora")
+"""Beginnings of `init_lora_weights` that subtract the first update from the frozen weights, up to rounding."""
+
+NO_LINEAR_LAYERS = frozenset({"LN_TUNING", "TRAINABLE_TOKENS", "BEFT"})
+"""Types that do not adapt every linear layer, so that `target_modules` has no default."""
+
+
+SHARDED_TYPES = frozenset({"LORA"})
+"""Types that a sharded learner (`cluster.shard_learner`) can train."""
+
+
+@dataclass(frozen=True)
+class PeftField:
+    """Field of a type's config."""
+
+    types: tuple[str, ...] = ()
+    """JSON types; empty if they are not checked."""
+    values: tuple[str, ...] = ()
+    """Texts of an enumeration; empty for any text."""
+
+    @property
+    def json_schema(self) -> dict[str, Any]:
+        """JSON schema of the allowed values."""
+        forms = [{"type": kind} for kind in self.types if kind not in ("array", "string")]
+        texts = [{"enum": list(self.values)}] if self.values else [{"type": "string"}] if "string" in self.types else []
+        lists = [{VALUES: "a list"}] if "array" in self.types else []
+        return {"anyOf": [*texts, *lists, *forms]}
+
+
+@functools.cache
+def peft_types() -> Mapping[str, Mapping[str, PeftField]]:
+    """Read peft_fields.json: type -> name of a field -> description."""
+    rows = json.loads(DATA.read_text(encoding="utf-8"))["types"]
+    return MappingProxyType(
+        {
+            kind: MappingProxyType(
+                {name: PeftField(**{key: tuple(value) for key, value in row.items()}) for name, row in fields.items()}
+            )
+            for kind, fields in rows.items()
+        }
+    )
+
+
+def check_peft_settings(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Check the section `model.peft`.
+
+    Raises:
+        ConfigError: the type or a field is unknown, refused, or has a wrong value; one line per field.
+    """
+    kind = settings.get("type")
+    if not isinstance(kind, str) or kind not in peft_types():
+        raise ConfigError(_type_mistake(kind))
+    mistakes = [find_mistake(kind, name, value) for name, value in settings.items() if name != "type"]
+    if any(mistakes):
+        raise ConfigError("\n".join(filter(None, mistakes)))
+    if kind in NO_LINEAR_LAYERS and not settings.get("target_modules"):
+        raise ConfigError(
+            f"model.peft.type={kind} does not adapt every linear layer; set model.peft.target_modules to the names of "
+            "its layers"
+        )
+    return settings
+
+
+def _type_mistake(kind: Any) -> str:
+    if isinstance(kind, str) and kind in REFUSED_TYPES:
+        return f"model.peft.type={kind} {REFUSED_TYPES[kind]}"
+    known = sorted(peft_types())
+    if kind is None:
+        return f"model.peft.type is required: one of {', '.join(known)}"
+    hint = suggestion(str(kind).upper(), known) or f"; it is one of {', '.join(known)}"
+    return f"model.peft.type={kind!r} is no type of adapter{hint}"
+
+
+def find_mistake(kind: str, name: str, value: Any) -> str | None:
+    """Describe in one line why a field cannot have a value in `model.peft`; None if it can."""
+    path = f"model.peft.{name}"
+    if name in OURS:
+        return f"{path} is derived; set {OURS[name]}"
+    if name not in peft_types()[kind]:
+        allowed = sorted(set(peft_types()[kind]) - set(REFUSED_FIELDS))
+        return f"{path} is not a field of {kind} in PEFT{suggestion(name, allowed)}"
+    if name in REFUSED_FIELDS:
+        return f"{path} {REFUSED_FIELDS[name]}"
+    if isinstance(value, str | bool) and (name, value) in REFUSED_VALUES:
+        return f"{path}={value!r} {REFUSED_VALUES[name, value]}"
+    field = peft_types()[kind][name]
+    if field.types and not _fits(value, field):
+        return f"{path}={value!r} must be {values_text(field.json_schema)}"
+    return None
+
+
+_CLASSES: dict[str, Any] = {
+    "boolean": bool, "integer": int, "number": (int, float), "string": str, "object": dict, "array": (list, tuple),
+    "null": type(None),
+}  # fmt: skip
+
+
+def _fits(value: Any, field: PeftField) -> bool:
+    """Return whether a value has one of the field's types, and is one of its values if it is text."""
+    if isinstance(value, str) and field.values:
+        return value in field.values
+    if isinstance(value, bool):
+        return "boolean" in field.types
+    return any(isinstance(value, _CLASSES[kind]) for kind in field.types)
+
+
+def peft_arguments(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of the type's config in PEFT, with the defaults that differ from PEFT's own."""
+    fields = peft_types()[settings["type"]]
+    arguments = {name: value for name, value in settings.items() if name != "type"}
+    if arguments.get("target_modules") is None and "target_modules" in fields:
+        # PEFT's own default is a table of model types, without most of today's.
+        arguments["target_modules"] = ALL_LINEAR
+    if "progressbar" in fields:
+        arguments["progressbar"] = False
+    return arguments
+
+
+def starts_elsewhere(settings: Mapping[str, Any]) -> bool:
+    """Return whether the policy with its new adapter is another one than `model.path`, beyond rounding in float32."""
+    if settings["type"] not in STARTS_ELSEWHERE:
+        return False
+    name, value = STARTS_ELSEWHERE[settings["type"]]
+    return not name or settings.get(name) != value
+
+
+def moves_the_base(settings: Mapping[str, Any]) -> bool:
+    """Return whether the frozen weights under the adapter are others than those of `model.path`."""
+    return str(settings.get("init_lora_weights")).startswith(MOVES_THE_BASE)

@@ -1,0 +1,237 @@
+"""Adapters of PEFT: their configuration, and merging an adapter into the policy that it belongs to.
+
+For weight sync and for exported folders alike, a layer is merged by PEFT's own `merge` on a float32 copy of its
+weights, and rounded once. The weights being trained, and the frozen ones below them, are never modified: PEFT's way of
+merging and unmerging them in place, which TRL takes at every sync, moves a frozen weight in 16 bits a little each time.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from peft import PeftConfig, PeftModel, get_peft_model
+from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils import AuxiliaryTrainingWrapper, ModulesToSaveWrapper, TrainableTokensWrapper
+from torch.distributed.tensor import DTensor
+
+from grpo_ray.config.peft_fields import peft_arguments
+from grpo_ray.config.schema import Config
+from grpo_ray.errors import ConfigError
+
+TASK = "CAUSAL_LM"
+
+READS_WEIGHTS = frozenset({"BOFT", "FROD", "UNILORA", "SHIRA"})
+"""Types whose adapter cannot be built on torch's meta device."""
+MERGE_READS_WEIGHTS = frozenset({"VBLORA", "HIRA", "WAVEFT", "PEANUT"})
+"""Types that can be built there, but not merged."""
+
+
+def peft_config(config: Config) -> PeftConfig | None:
+    """Translate `model.lora` or `model.peft` for PEFT; None without an adapter.
+
+    Call it right before the policy is loaded: it sets torch's seed to `run.seed`, so that every worker draws the same
+    initial adapter weights (worker-count invariance).
+
+    Raises:
+        ConfigError: PEFT does not accept the settings.
+    """
+    if config.model.adapter is None:
+        return None
+    adapter = build_config(config.model.adapter)
+    torch.manual_seed(config.run.seed)
+    return adapter
+
+
+def build_config(settings: Mapping[str, Any]) -> PeftConfig:
+    """Build the config of an adapter from settings in the form of `model.peft`. Raises ConfigError."""
+    kind = settings["type"]
+    try:
+        config: PeftConfig = PEFT_TYPE_TO_CONFIG_MAPPING[kind](task_type=TASK, **peft_arguments(settings))
+    except (ValueError, TypeError, ImportError) as error:
+        raise ConfigError(f"model.peft: PEFT does not accept the settings of {kind}: {_first_line(error)}") from None
+    return config
+
+
+def try_adapter(policy: Any, settings: Mapping[str, Any]) -> int | None:
+    """Give a policy on torch's meta device an adapter, merge it, and count the parameters that are trained.
+
+    Returns:
+        The number of trained parameters; None for a type that reads the weights to build its adapter, of which nothing
+        but the settings is tried.
+
+    Raises:
+        ConfigError: PEFT cannot adapt the policy, the adapter cannot be merged, or it changes the output layer.
+    """
+    kind = settings["type"]
+    adapter = build_config(settings)
+    if kind in READS_WEIGHTS:
+        return None
+    try:
+        with torch.device("meta"):
+            model = get_peft_model(policy, adapter)
+        trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
+        require_plain_output_layer(policy)
+        if kind not in MERGE_READS_WEIGHTS:
+            for module in policy.modules():
+                if isinstance(module, BaseTunerLayer):
+                    module.merge()
+    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
+        raise ConfigError(f"model.peft: PEFT cannot adapt the policy with {kind}: {_first_line(error)}") from None
+    return trained
+
+
+def require_plain_output_layer(policy: Any) -> None:
+    """Require an output layer without adapter, from whose weight the loss is computed.
+
+    Raises:
+        ConfigError: it has an adapter, or is tied to an embedding that has one.
+    """
+    output, inputs = policy.get_output_embeddings(), policy.get_input_embeddings()
+    if is_adapted(output) or (is_adapted(inputs) and policy.config.get_text_config().tie_word_embeddings):
+        raise ConfigError(
+            "model.peft: the output layer, or the embedding that it is tied to, cannot have an adapter, since the loss "
+            "is computed from its weight alone; leave it out of target_modules, modules_to_save and "
+            "trainable_token_indices"
+        )
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error) or type(error).__name__).strip().splitlines()[0]
+
+
+def base_model(model: torch.nn.Module) -> Any:
+    """Return the policy that an adapter belongs to, or the model itself if it has none."""
+    return model.get_base_model() if isinstance(model, PeftModel) else model
+
+
+def train_in_float32(model: torch.nn.Module) -> None:
+    """Convert the trained weights to float32, in which small steps are not rounded away.
+
+    PEFT does so for most adapters, but not for biases, norms and whole modules that are trained in the policy's place.
+    """
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+
+
+def merged_weights(model: PeftModel) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (name, weight) of each parameter of the policy with its adapter merged, without modifying the model.
+
+    Names are those of the policy without an adapter. Collective: it gathers shards, so every rank must iterate.
+    """
+    for name, weight, _ in _merged_parameters(model.get_base_model()):
+        yield name, weight.detach()
+
+
+Merged = tuple[str, torch.Tensor, torch.nn.Parameter]
+"""Name of a parameter, the whole merged weight, and the parameter of the policy without the adapter."""
+
+
+def _merged_parameters(policy: torch.nn.Module) -> Iterator[Merged]:
+    """Yield each parameter of a policy once, whatever it is tied to."""
+    seen: set[int] = set()
+    adapted: str | None = None
+    for name, module in policy.named_modules():
+        if adapted is not None and name.startswith(adapted):
+            continue  # the parts of an adapted layer are in its merged weights
+        adapted = f"{name}." if is_adapted(module) else None
+        for attribute, weight, parameter in _own_parameters(module):
+            if id(parameter) not in seen:
+                seen.add(id(parameter))
+                yield f"{name}.{attribute}".lstrip("."), weight, parameter
+
+
+def _own_parameters(module: torch.nn.Module) -> Iterator[Merged]:
+    """Yield the parameters of a module itself or, if it is adapted, those of the layer that it replaces."""
+    if isinstance(module, TrainableTokensWrapper):
+        module = module.token_adapter
+    if isinstance(module, BaseTunerLayer):
+        originals = dict(module.get_base_layer().named_parameters())
+        with merged_layer(module) as layer:
+            for name, weight in layer.named_parameters():
+                yield name, weight, originals[name]
+    elif isinstance(module, ModulesToSaveWrapper):
+        originals = dict(module.original_module.named_parameters())
+        for name, weight in saved_copy(module).named_parameters():
+            yield name, _unsharded(weight), originals[name]
+    else:
+        for name, parameter in module.named_parameters(recurse=False):
+            yield name, _unsharded(parameter), parameter
+
+
+def is_adapted(module: torch.nn.Module) -> bool:
+    """Return whether a module stands in the place of a layer of the policy that has an adapter."""
+    return isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper)
+
+
+def saved_copy(module: ModulesToSaveWrapper) -> torch.nn.Module:
+    """Return the trained copy of a module in `modules_to_save`."""
+    (name,) = module.active_adapters
+    copy: torch.nn.Module = module.modules_to_save[name]
+    return copy
+
+
+@contextmanager
+def merged_layer(layer: BaseTunerLayer) -> Iterator[torch.nn.Module]:
+    """Merge an adapted layer in float32, and yield the layer without adapter that has the merged weights.
+
+    Afterwards the layer is as it was: the merge works on copies. Collective: shards are gathered, so every rank must
+    enter it.
+    """
+    modules = [(module, _state_of(module)) for module in layer.modules()]
+    base = layer.get_base_layer()
+    try:
+        with torch.no_grad():
+            for module, _ in modules:
+                for name, parameter in module._parameters.items():
+                    if parameter is not None and (module is base or isinstance(parameter, DTensor)):
+                        whole = _unsharded(parameter).detach()
+                        copy = whole.to(torch.float32, copy=True) if module is base else whole
+                        module._parameters[name] = torch.nn.Parameter(copy, requires_grad=False)
+            layer.merge()
+            yield layer.get_base_layer()
+    finally:
+        for module, state in modules:
+            _restore(module, state)
+
+
+def _state_of(module: torch.nn.Module) -> dict[str, Any]:
+    """Return a module's attributes, with copies of its tables and lists, but not of its weights."""
+    return {
+        name: dict(value) if isinstance(value, dict) else list(value) if isinstance(value, list) else value
+        for name, value in vars(module).items()
+    }
+
+
+def _restore(module: torch.nn.Module, state: Mapping[str, Any]) -> None:
+    """Give a module the attributes that `_state_of` returned; its tables and lists stay the same objects."""
+    current = vars(module)
+    for name in current.keys() - state.keys():
+        del current[name]
+    for name, value in state.items():
+        if isinstance(value, dict):
+            current[name].clear()
+            current[name].update(value)
+        elif isinstance(value, list):
+            current[name][:] = value
+        else:
+            current[name] = value
+
+
+def merge_adapter(model: PeftModel, dtype: torch.dtype | None = None) -> torch.nn.Module:
+    """Merge the adapter into the policy's weights in place, remove the adapter, and return the policy.
+
+    Args:
+        dtype: precision of the merged policy; None keeps the policy's own.
+    """
+    for _, weight, parameter in _merged_parameters(model.get_base_model()):
+        parameter.data = weight.detach().to(dtype or parameter.dtype)
+    policy: torch.nn.Module = model.unload()
+    return policy if dtype is None else policy.to(dtype)
+
+
+def _unsharded(weight: torch.Tensor) -> torch.Tensor:
+    """Return the full weight; gathers it where each worker holds a shard."""
+    return weight.full_tensor() if isinstance(weight, DTensor) else weight

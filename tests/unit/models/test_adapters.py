@@ -1,0 +1,179 @@
+"""Tests of adapters: each type that is not refused is merged exactly, and the learner stays as it is."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from adapters import SMALL, VARIANTS, adapted, is_tied, load, logps, move, settings_of, state
+
+from grpo_ray.config.peft_fields import moves_the_base, peft_types, starts_elsewhere
+from grpo_ray.errors import ConfigError
+from grpo_ray.inference.weight_proof import learner_weights
+from grpo_ray.models.adapters import (
+    MERGE_READS_WEIGHTS,
+    READS_WEIGHTS,
+    build_config,
+    merge_adapter,
+    merged_weights,
+    try_adapter,
+)
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+NAMES = [*SMALL, *VARIANTS]
+ROUNDING = 1e-4
+"""Largest difference of log-probabilities, nats, of two ways to compute the same policy in float32."""
+
+
+def moved(policy: Path, name: str, dtype: str = "float32") -> Any:
+    """Return a policy with an adapter that has been trained for a while."""
+    model = adapted(load(policy, dtype, tied=is_tied(name)), name)
+    move(model)
+    return model
+
+
+def test_every_type_is_tried() -> None:
+    assert SMALL.keys() == peft_types().keys()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_merged_weights_are_those_that_the_learner_computes_with(policy: Path, name: str) -> None:
+    model = moved(policy, name)
+    expected, plain = logps(model), load(policy, tied=is_tied(name))
+    assert (expected - logps(plain)).abs().max() > 10 * ROUNDING  # the adapter has an effect
+    merged = dict(merged_weights(model))
+    assert list(merged) == [each for each, _ in plain.named_parameters()]
+    plain.load_state_dict(merged, strict=False)
+    torch.testing.assert_close(logps(plain), expected, rtol=0, atol=ROUNDING)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", NAMES)
+def test_merging_leaves_the_learner_as_it_was(policy: Path, name: str, dtype: str) -> None:
+    model = moved(policy, name, dtype)
+    objects = state(model)
+    before, attributes = copy.deepcopy(objects), {n: list(vars(m)) for n, m in model.named_modules()}
+    expected = logps(model)
+    for _ in range(3):
+        for _ in merged_weights(model):
+            pass
+    after = state(model)
+    assert after.keys() == objects.keys() and all(after[each] is objects[each] for each in after)
+    assert all(torch.equal(after[each], before[each]) for each in after)
+    assert {n: list(vars(m)) for n, m in model.named_modules()} == attributes
+    assert torch.equal(logps(model), expected)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_proof_reads_the_weights_that_are_sent(policy: Path, name: str) -> None:
+    model = moved(policy, name, "bfloat16")
+    sent = dict(merged_weights(model))
+    for each, weight in learner_weights(model):
+        assert torch.equal(sent.pop(each), weight), each
+    assert not sent
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_new_adapter_begins_as_the_policy(policy: Path, name: str) -> None:
+    base = logps(load(policy, tied=is_tied(name)))
+    model = adapted(load(policy, tied=is_tied(name)), name)
+    assert starts_elsewhere(settings_of(name)) == bool((logps(model) - base).abs().max() > ROUNDING)
+    with model.disable_adapter():
+        assert moves_the_base(settings_of(name)) == bool((logps(model) - base).abs().max() > ROUNDING)
+
+
+@pytest.mark.parametrize("kind", ["FOURIERFT", "C3A"])
+def test_type_begins_elsewhere_without_its_field(policy: Path, kind: str) -> None:
+    from peft import get_peft_model
+
+    settings = {**settings_of(kind), "init_weights": False}
+    model = get_peft_model(load(policy), build_config(settings))
+    assert starts_elsewhere(settings) and (logps(model) - logps(load(policy))).abs().max() > ROUNDING
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_saved_adapter_continues_in_another_process(policy: Path, name: str, tmp_path: Path) -> None:
+    """The seed is that of the run; other random numbers were drawn since."""
+    model = moved(policy, name)
+    model.save_pretrained(tmp_path)
+    torch.manual_seed(7)
+    other = adapted(load(policy, tied=is_tied(name)), name)
+    other.load_adapter(str(tmp_path), "default", is_trainable=True)
+    assert state(other).keys() == state(model).keys()
+    assert all(torch.equal(weight, state(model)[each]) for each, weight in state(other).items())
+    merged = dict(merged_weights(model))
+    assert all(torch.equal(weight, merged[each]) for each, weight in merged_weights(other))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_merged_policy_has_no_adapter(policy: Path, name: str) -> None:
+    model = moved(policy, name)
+    expected = {each: weight.clone() for each, weight in merged_weights(model)}
+    merged = merge_adapter(model, torch.bfloat16)
+    found = dict(merged.named_parameters())
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[each], expected[each].bfloat16()) for each in found)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_trained_weights_are_float32(policy: Path, name: str) -> None:
+    model = adapted(load(policy, "bfloat16", tied=is_tied(name)), name)
+    trained = [each for each in model.parameters() if each.requires_grad]
+    assert trained and {each.dtype for each in trained} == {torch.float32}
+
+
+# Before a run
+
+
+def without_weights(policy: Path, tied: bool) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(policy)
+    config.tie_word_embeddings = tied
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_trial_without_weights_counts_the_trained_ones(policy: Path, name: str) -> None:
+    counted = try_adapter(without_weights(policy, is_tied(name)), settings_of(name))
+    if name in READS_WEIGHTS:
+        assert counted is None
+    else:
+        model = adapted(load(policy, tied=is_tied(name)), name)
+        assert counted == sum(each.numel() for each in model.parameters() if each.requires_grad)
+
+
+@pytest.mark.parametrize("kind", sorted(READS_WEIGHTS | MERGE_READS_WEIGHTS))
+def test_types_that_read_weights_cannot_be_tried_without(policy: Path, kind: str) -> None:
+    from peft import get_peft_model
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    with pytest.raises((NotImplementedError, RuntimeError)), torch.device("meta"):
+        model = get_peft_model(without_weights(policy, tied=True), build_config(settings_of(kind)))
+        for module in model.modules():
+            if isinstance(module, BaseTunerLayer):
+                module.merge()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"type": "LORA", "target_modules": ["qproj"]}, "with LORA: Target modules .*qproj.* not found"),
+        ({"type": "LORA", "target_modules": ["lm_head"]}, "the output layer.*cannot have an adapter"),
+        ({"type": "LORA", "modules_to_save": ["lm_head"]}, "the output layer.*cannot have an adapter"),
+        ({"type": "LORA", "trainable_token_indices": [3]}, "the output layer.*cannot have an adapter"),
+        ({"type": "TRAINABLE_TOKENS", "token_indices": [3], "target_modules": ["embed_tokens"]}, "the output layer.*cannot have an adapter"),
+        ({"type": "BEFT", "target_modules": ["o_proj"]}, "with BEFT: Base layer has no bias"),
+        ({"type": "ROAD", "group_size": 48}, "with ROAD: .*divisible by group_size"),
+        ({"type": "LORA", "r": 0}, "with LORA: .*r.* should be a positive integer"),
+        ({"type": "OFT", "r": 8, "oft_block_size": 8}, "does not accept the settings of OFT"),
+    ],
+    ids=str,
+)
+def test_adapter_that_does_not_fit_is_refused(policy: Path, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        try_adapter(without_weights(policy, tied=True), settings)
+    assert "\n" not in str(caught.value)
