@@ -54,6 +54,7 @@ REFUSED_TYPES: dict[str, str] = {
     "ADALORA": "needs its ranks reallocated in each step, which a run does not do: it would train as plain LoRA",
     "OSF": "projects gradients outside of the optimizer, and replaces each weight by a product that is rounded",
     "ADAMSS": "needs scikit-learn, and was never tried",
+    "PVERA": "draws noise in each pass of the loss, so that the gradient would depend on the division into passes",
 }
 """Type that is refused -> the rest of the sentence "model.peft.type=<type> ..."."""
 
@@ -81,7 +82,6 @@ REFUSED_VALUES: dict[tuple[str, Any], str] = {
     **dict.fromkeys((("init_lora_weights", each) for each in ("eva", "corda", "lora_ga")), _DATA),
     ("init_lora_weights", "loftq"): _QUANTIZED,
     ("save_only_topk_weights", True): "writes checkpoints from which no run can continue",
-    ("sample_at_inference", True): "draws noise while the sync is proven, so engine and learner would never agree",
 }
 """Field and value that is refused -> the rest of the sentence "model.peft.<field>=<value> ..."."""
 

@@ -194,7 +194,7 @@ ADAPTER_COSTS: Mapping[str, tuple[float, float]] = {
     "BEFT": (0.8, 0.0), "BOFT": (1.4, 11.0), "C3A": (1.45, 0.0), "DEFT": (1.6, 1.2), "DELORA": (1.15, 0.4),
     "FOURIERFT": (1.1, 2.2), "GLORA": (1.0, 2.8), "GRALORA": (1.15, 0.4), "HIRA": (1.1, 2.4), "HRA": (1.0, 34.0),
     "IA3": (1.45, 0.1), "LN_TUNING": (0.8, 0.0), "LOHA": (1.0, 2.0), "LOKR": (1.1, 2.1), "MISS": (0.8, 0.2),
-    "OFT": (1.1, 4.3), "PEANUT": (1.0, 4.4), "PSOFT": (0.8, 0.5), "PVERA": (1.5, 1.0), "RANDLORA": (0.95, 2.7),
+    "OFT": (1.1, 4.3), "PEANUT": (1.0, 4.4), "PSOFT": (0.8, 0.5), "RANDLORA": (0.95, 2.7),
     "SUPERTUNING": (1.0, 2.1), "TINYLORA": (0.8, 0.2), "UNILORA": (1.1, 0.2), "VBLORA": (1.1, 1.0),
     "VERA": (1.25, 0.7), "WAVEFT": (1.0, 4.2),
 }  # fmt: skip

@@ -29,7 +29,6 @@ SMALL: dict[str, dict[str, Any]] = {
     "OFT": {},
     "PEANUT": {"r": 8},
     "PSOFT": {"r": 8, "psoft_alpha": 8},
-    "PVERA": {"r": 32},
     "RANDLORA": {"r": 8, "randlora_alpha": 160},
     "ROAD": {"group_size": 32},
     "SHIRA": {"r": 8},
