@@ -3,7 +3,7 @@
 from collections.abc import Collection
 
 SOLUTION_REWARDS = ("correctness", "cosine_length", "choice")
-"""Built-in rewards that read a problem's solution."""
+"""Built-in rewards that require a solution of each problem."""
 
 
 def is_reward_model(name: str) -> bool:

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 HUB_DATASETS = {"deepmath": "trl-lib/DeepMath-103K", "gsm8k": "openai/gsm8k"}
 """Built-in dataset on the hub -> its id there."""
 
+HUB_SPLITS = {"train": "train", "heldout": "test"}
+"""Our split -> prefix of the names of a hub dataset's files."""
+
 BUILT_IN_DATASETS = ("arithmetic", "multiplication", "guessing", *HUB_DATASETS)
 """Names of built-in datasets (`data/registry.py`): generated ones, and those on the hub."""
 

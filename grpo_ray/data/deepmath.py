@@ -7,13 +7,10 @@ messages) and `solution` (LaTeX, or a bare Yes, No, True, False).
 
 from collections.abc import Mapping
 
-from grpo_ray.config.sources import HUB_DATASETS
+from grpo_ray.config.sources import HUB_DATASETS, HUB_SPLITS
 from grpo_ray.data.files import FileShard, file_shards
 
 HUB_ID = HUB_DATASETS["deepmath"]
-
-HUB_SPLITS = {"train": "train", "heldout": "test"}
-"""Our split -> prefix of the hub's file names."""
 
 
 def deepmath_shards(

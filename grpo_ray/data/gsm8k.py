@@ -8,8 +8,7 @@ LaTeX: `... #### 1,200` becomes `$1200$`.
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from grpo_ray.config.sources import HUB_DATASETS
-from grpo_ray.data.deepmath import HUB_SPLITS
+from grpo_ray.config.sources import HUB_DATASETS, HUB_SPLITS
 from grpo_ray.data.files import FileShard, file_shards
 from grpo_ray.data.problem import Problem, problem_id
 from grpo_ray.errors import DataError

@@ -63,7 +63,7 @@ def _pair_digest(completion: str, solution: str) -> bytes:
 @lru_cache(maxsize=4)
 def shared_grader(strict: bool = True, time_limit: float = 3.0) -> Grader:
     """Return this process's grader for these settings. Its pool starts on the first item and ends with the process."""
-    grader = Grader(VerifierPool(strict=strict, limit_seconds=time_limit))
+    grader = Grader(VerifierPool(strict=strict, time_limit=time_limit))
     atexit.register(grader.pool.close)
     return grader
 

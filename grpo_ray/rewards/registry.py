@@ -3,7 +3,9 @@
     reward = load_reward("soft_overlong", max_length=4096, buffer=512)
     rewards = reward(completions=..., completion_ids=...)  # list of floats; None where the reward does not apply
 
-A new reward is one function in this package and one row in `REWARDS`. Importing this module imports no heavy library.
+A new reward is one function in this package and one row in `REWARDS`; one that requires the column `solution` is also
+named in `SOLUTION_REWARDS` (`config/reward_names.py`), so that rows without a solution are refused. Importing this
+module imports no heavy library.
 """
 
 import inspect

@@ -133,7 +133,7 @@ def verify_solutions(pairs: Iterable[tuple[Problem, Problem]], rewards: RewardsC
         verified=0, boxed=0, formula=0, probes=0, unverifiable=[], fooled=[], kinds={}, topics={}
     )
     # One process and one problem at a time, so that the time of a verdict includes no other problem's.
-    with VerifierPool(processes=1, limit_seconds=rewards.time_limit, strict=rewards.strict) as pool:
+    with VerifierPool(processes=1, time_limit=rewards.time_limit, strict=rewards.strict) as pool:
         # The first verdict waits for the start of the process and the import of sympy; it is not timed.
         pool.grade([(boxed_completion(r"\frac{2}{4}"), "$0.5$")])
         for problem, neighbour in pairs:

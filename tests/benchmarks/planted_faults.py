@@ -1129,7 +1129,7 @@ FAULTS = (
     Fault(
         "time-limit-of-the-config-ignored",
         "rewards/correctness.py",
-        "VerifierPool(strict=strict, limit_seconds=time_limit)",
+        "VerifierPool(strict=strict, time_limit=time_limit)",
         "VerifierPool(strict=strict)",
     ),
     Fault(

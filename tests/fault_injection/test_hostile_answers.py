@@ -24,7 +24,7 @@ def test_pool_hostile_corpus_costs_bounded_cpu_and_memory() -> None:
     assert len(HOSTILE) >= 150 and {row["id"] for row in HOSTILE} >= OVER_LIMIT
     # Longer than the default limit: normal answers need 0.5 s of CPU time, and must get it on a busy machine too.
     limit = 10.0
-    with VerifierPool(processes=2, limit_seconds=limit) as pool:
+    with VerifierPool(processes=2, time_limit=limit) as pool:
         pool.grade(RIGHT[:8])
         assert pool.pid is not None
         memory = resident_bytes()

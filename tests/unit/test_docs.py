@@ -3,6 +3,7 @@
 The code in them is tested by `test_document_blocks.py`.
 """
 
+import ast
 import re
 from pathlib import Path
 
@@ -67,6 +68,32 @@ def test_code_paths_in_pages_exist() -> None:
                 missing.append(f"{page.name}: {path}")
     # The example files of the README are the reader's own.
     assert [path for path in missing if not path.endswith(("my_rewards.py", "my_run.yaml"))] == []
+
+
+def defined_names(file: Path) -> set[str]:
+    """Return the functions and classes of a module, and its methods as `Class.method`."""
+    names = set()
+    for node in ast.parse(file.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            names |= {f"{node.name}.{each.name}" for each in node.body if isinstance(each, ast.FunctionDef)}
+    return names
+
+
+def test_way_of_one_problem_names_existing_functions() -> None:
+    (way,) = [block.text for block in blocks("text") if block.source == "docs/architecture.md"]
+    missing = []
+    for line in way.splitlines():
+        file, *names = re.sub("#.*|->", "", line).split()
+        owner = ""
+        for name in names:
+            owner = name.partition(".")[0] or owner
+            whole = owner + name if name.startswith(".") else name
+            if whole not in defined_names(ROOT / "grpo_ray" / file):
+                missing.append(f"{file}: {whole}")
+    assert len(way.splitlines()) > 20
+    assert missing == []
 
 
 def test_config_keys_in_pages_exist() -> None:

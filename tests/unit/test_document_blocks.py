@@ -24,8 +24,8 @@ from grpo_ray.cli import build_parser, sort_overrides
 from grpo_ray.config.loader import from_mapping, load_config
 from grpo_ray.config.recorded import evaluation_settings
 from grpo_ray.config.schema import SECTIONS, Config
-from grpo_ray.config.sources import HUB_DATASETS, train_paths
-from grpo_ray.data import deepmath, gsm8k
+from grpo_ray.config.sources import HUB_DATASETS, HUB_SPLITS, train_paths
+from grpo_ray.data import gsm8k
 from grpo_ray.data.registry import DATASETS, EMBEDDED
 from grpo_ray.data.stream import open_splits
 from grpo_ray.inference.rollout_function import load_rollout_function
@@ -105,7 +105,7 @@ class Workplace:
             return
         if name in HUB_FILES or (name.count("/") == 1 and "." not in name and "://" not in name):
             folder = HUB_FILES.get(name, f"hf://datasets/{name}/data")
-            addresses = [f"{folder}/{split}-00000-of-00001.parquet" for split in deepmath.HUB_SPLITS.values()]
+            addresses = [f"{folder}/{split}-00000-of-00001.parquet" for split in HUB_SPLITS.values()]
         else:
             addresses = [name.replace("*", "a")]
         # A worked solution of GSM8K, and text, are read as solutions too.

@@ -75,7 +75,7 @@ class VerifierPool:
     def __init__(
         self,
         processes: int | None = None,
-        limit_seconds: float = 3.0,
+        time_limit: float = 3.0,
         memory_bytes: int = 1 << 30,
         strict: bool = True,
     ) -> None:
@@ -83,7 +83,7 @@ class VerifierPool:
 
         Args:
             processes: Number of workers; None for `default_processes()`.
-            limit_seconds: Wall-clock seconds for one item.
+            time_limit: Wall-clock seconds for one item.
             memory_bytes: Address space of one worker.
             strict: See `grpo_ray.rewards.math.verify.correctness`.
 
@@ -95,11 +95,11 @@ class VerifierPool:
             raise RewardError(
                 f"processes must be at least 1; got {processes}; set None for this process's share of cores"
             )
-        if limit_seconds <= 0:
-            raise RewardError(f"limit_seconds must be above 0; got {limit_seconds}; the default is 3.0")
+        if time_limit <= 0:
+            raise RewardError(f"time_limit must be above 0; got {time_limit}; the default is 3.0")
         if memory_bytes < 256 << 20:
             raise RewardError(f"memory_bytes must be at least {256 << 20}, which the parser needs; got {memory_bytes}")
-        self.limit_seconds = limit_seconds
+        self.time_limit = time_limit
         self.memory_bytes = memory_bytes
         self.strict = strict
         self.counts: Counter[str] = Counter()
@@ -176,7 +176,7 @@ class VerifierPool:
 
     def _start_supervisor(self) -> None:
         """Start a supervisor and send it all pending items."""
-        self._client.start(self.processes, self.limit_seconds, self.memory_bytes)
+        self._client.start(self.processes, self.time_limit, self.memory_bytes)
         for pending in self._pending.values():
             self._client.send(pending.message)
 

@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ from grpo_ray.learner.micro_batches import (
     scale_metrics,
 )
 from grpo_ray.learner.passes import count_positions
+from grpo_ray.resilience.nonfinite import NonFiniteMonitor
 
 quick = settings(max_examples=60, deadline=None, derandomize=True)
 
@@ -218,6 +220,36 @@ def test_plan_micro_batches_without_gradient_keeps_one_row_to_prove_the_engine()
         arranged, _ = plan_micro_batches(made, savings, "bnpo", Workers())
         rows = [len(batch["advantages"]) for batch, _ in arranged]
         assert rows == ([0, 1] if savings.regroup else [1, 1])
+
+
+@pytest.mark.parametrize("regroup", [False, True])
+def test_step_without_signal_moves_weights_by_momentum(regroup: bool) -> None:
+    weight = torch.nn.Parameter(torch.tensor([1.0], dtype=torch.float64))
+    optimizer = torch.optim.AdamW([weight], lr=0.1, weight_decay=0.0)
+    monitor = NonFiniteMonitor(0, list, lambda groups, step: "")
+
+    def take_step(*advantages: float) -> list[float]:
+        """Take a step on completions of 2 tokens each, with the loss of one policy weight; return the gradient."""
+        optimizer.zero_grad()
+        made = [batch_of([(1, 2, advantage) for advantage in advantages])]
+        for batch, scale in plan_micro_batches(made, SavingsPlan(rows=True, regroup=regroup), "dapo", Workers())[0]:
+            logps = weight * batch["completion_mask"]
+            ratio = (logps - logps.detach()).exp()
+            loss = -(batch["advantages"][:, None] * ratio * batch["completion_mask"]).sum() * scale.loss_factor
+            loss.backward()
+            monitor.observe_loss(loss)
+        args, state = SimpleNamespace(device=torch.device("cpu")), SimpleNamespace(global_step=0)
+        monitor.on_pre_optimizer_step(args, state, None, optimizer=optimizer)
+        assert weight.grad is not None  # the optimizer would leave the weight as it is
+        optimizer.step()
+        return list(weight.grad.tolist())
+
+    assert take_step(0.5, 0.0) == [-1.0]  # -0.5 for each of the 2 tokens
+    assert weight.item() == pytest.approx(1.1)  # Adam's first step has the size of the learning rate
+    assert take_step(0.0, 0.0) == [0.0]
+    # Momentum 0.9 * 0.1 / (1 - 0.9^2) = 0.4737, mean square 0.999 * 0.001 / (1 - 0.999^2) = 0.4997 = 0.7069^2
+    assert weight.item() == pytest.approx(1.1 + 0.1 * 0.4737 / 0.7069, abs=1e-4)
+    assert monitor.skipped == 0
 
 
 def test_plan_micro_batches_rows_that_move_keep_all_values() -> None:

@@ -11,5 +11,5 @@ from grpo_ray.rewards.sandbox.pool import VerifierPool
 def pool() -> Iterator[VerifierPool]:
     """A pool of two workers. Tests that break a pool create their own."""
     # Far more than any answer needs (0.5 s of CPU time), so that a busy machine changes no verdict.
-    with VerifierPool(processes=2, limit_seconds=60.0) as shared:
+    with VerifierPool(processes=2, time_limit=60.0) as shared:
         yield shared

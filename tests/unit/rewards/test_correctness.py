@@ -78,4 +78,4 @@ def test_grader_same_characters_split_elsewhere_are_two_pairs(pool: VerifierPool
 
 
 def test_shared_grader_passes_time_limit_to_pool() -> None:
-    assert shared_grader(True, 7.5).pool.limit_seconds == 7.5
+    assert shared_grader(True, 7.5).pool.time_limit == 7.5

@@ -13,7 +13,7 @@ from grpo_ray.rewards.sandbox.pool import VerifierPool
 def test_pool_killed_owner_leaves_no_verifier_process() -> None:
     script = f"""
 from grpo_ray.rewards.sandbox.pool import VerifierPool
-pool = VerifierPool(processes=2, limit_seconds=600)
+pool = VerifierPool(processes=2, time_limit=600)
 pool.grade([("\\\\boxed{{1}}", "$1$")])
 hanging = pool.submit(*{HANGING!r})
 print(pool.pid, flush=True)
@@ -35,7 +35,7 @@ hanging.result()
 def test_pool_of_trainer_that_ignores_ended_children_grades_on_after_a_timeout() -> None:
     handler = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     try:
-        with VerifierPool(processes=1, limit_seconds=2) as pool:
+        with VerifierPool(processes=1, time_limit=2) as pool:
             assert pool.submit(*HANGING).result().status == "timeout"
             supervisor = pool.pid
             assert pool.submit("\\boxed{1}", "$1$").result().status == "ok"

@@ -44,7 +44,7 @@ HOSTILE = [row for row in load(FIXTURES / "hostile.jsonl") if row["id"] not in O
 @pytest.fixture(scope="module")
 def short_pool() -> Iterator[VerifierPool]:
     """A pool with a time limit of one second, for the tests in which it is hit."""
-    with VerifierPool(processes=2, limit_seconds=1.0) as pool:
+    with VerifierPool(processes=2, time_limit=1.0) as pool:
         yield pool
 
 
@@ -176,7 +176,7 @@ def test_supervisor_starved_worker_gets_up_to_four_limits(
 def test_pool_workers_have_memory_limit_and_no_core_files() -> None:
     # Math-Verify alone needs gigabytes for this one. Its reward is 0.0 even if Math-Verify catches the MemoryError.
     exhausting = (r"\boxed{(i+1)^{123456789}}", "$5$")
-    with VerifierPool(processes=1, memory_bytes=512 << 20, limit_seconds=2.0, strict=False) as pool:
+    with VerifierPool(processes=1, memory_bytes=512 << 20, time_limit=2.0, strict=False) as pool:
         pool.grade(RIGHT[:1])  # a worker sets its limits before its first item
         assert pool.pid is not None
         (worker,) = children(pool.pid)
@@ -191,7 +191,7 @@ def test_pool_workers_have_memory_limit_and_no_core_files() -> None:
 
 
 def test_pool_close_fails_pending_item_and_ends_supervisor() -> None:
-    pool = VerifierPool(processes=2, limit_seconds=600.0)
+    pool = VerifierPool(processes=2, time_limit=600.0)
     pending = pool.submit(*HANGING)
     # The other worker continues. One item at a time: with many, one would be prefetched behind the hanging item.
     assert [pool.grade([item])[0].reward for item in RIGHT[:10]] == [1.0] * 10
@@ -270,7 +270,7 @@ def test_pool_supervisor_that_cannot_start_raises(monkeypatch: pytest.MonkeyPatc
                 pool.grade(RIGHT[:1])
 
 
-@pytest.mark.parametrize(("name", "value"), [("processes", 0), ("limit_seconds", 0.0), ("memory_bytes", 1 << 20)])
+@pytest.mark.parametrize(("name", "value"), [("processes", 0), ("time_limit", 0.0), ("memory_bytes", 1 << 20)])
 def test_pool_impossible_setting_raises(name: str, value: float) -> None:
     with pytest.raises(RewardError, match=name):
         VerifierPool(**{name: value})  # type: ignore[arg-type]
@@ -359,7 +359,7 @@ def test_pool_confined_grades_with_packages_outside_the_prefix(tmp_path: Path, m
         source = Path(str(package.__file__)).parent
         shutil.copytree(source, tmp_path / source.name, ignore=shutil.ignore_patterns("tests"))
     monkeypatch.syspath_prepend(tmp_path)
-    with VerifierPool(processes=1, limit_seconds=60) as pool:
+    with VerifierPool(processes=1, time_limit=60) as pool:
         # SymPy imports `manualintegrate` and others for this one.
         assert pool.grade([(r"\boxed{\frac{1}{2}}", r"$\int_0^1 x dx$")]) == [Verdict(1.0, "ok")]
         assert pool.is_confined
