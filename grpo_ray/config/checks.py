@@ -691,7 +691,11 @@ def reward_names_differ(config: "Config") -> str | None:
 
 
 def limits_are_of_isolated_rewards(config: "Config") -> str | None:
-    """Refuse limits of isolated rewards without `rewards.isolate`, and calls that may exceed `run.hang_seconds`."""
+    """Refuse limits of isolated rewards without `rewards.isolate`, and calls that may exceed `run.hang_seconds`.
+
+    A failed call is repeated for each problem; these calls together take at most as long as `MAX_ENDED_PROCESSES` calls
+    (`IsolatedReward`). The time in which ended processes are started again is not included.
+    """
     rewards, defaults = config.rewards, type(config.rewards)()
     for name in ("isolate_seconds", "isolate_memory_gib"):
         if not rewards.isolate and (given := getattr(rewards, name)) != getattr(defaults, name):

@@ -99,7 +99,7 @@ class IsolatedReward:
         """Return the rewards of one call. Raises RewardError if it fails, with the reason."""
         with self._lock:
             try:
-                return self._request(arguments)
+                return self._request(arguments, self._limits.seconds)
             except _Failure as failure:
                 raise RewardError(f"reward {self._path!r} failed: {failure}") from None
 
@@ -112,7 +112,7 @@ class IsolatedReward:
         """Return the reward of each completion, (B,), and the places of those whose reward failed."""
         rewards: list[float | None] = [None] * len(arguments["completions"])
         try:
-            return self._request(arguments), []
+            return self._request(arguments, self._limits.seconds), []
         except _Failure as failure:
             logger.warning("reward %s failed for %d completions: %s", self.__name__, len(rewards), failure)
         problems = _places_by_problem(arguments)
@@ -120,19 +120,33 @@ class IsolatedReward:
         if len(problems) == 1:
             return rewards, problems[0]
         self._ends = 0
+        # A call that fails without ending its process may take as long as one that hangs, and the run's watchdog waits
+        # for all of them: `limits_are_of_isolated_rewards` relies on this limit.
+        most = left = MAX_ENDED_PROCESSES * self._limits.seconds
         for places in problems:
             try:
                 if self._ends >= MAX_ENDED_PROCESSES:
                     raise _Failure(f"not called, since {MAX_ENDED_PROCESSES} processes have ended in this step")
-                for place, reward in zip(places, self._request(select_rows(arguments, places)), strict=True):
+                if left <= 0:
+                    raise _Failure(f"not called, since the calls for single problems have taken {most:g} s")
+                self._load()
+                started = time.monotonic()
+                try:
+                    own = self._request(select_rows(arguments, places), min(left, self._limits.seconds))
+                finally:
+                    left -= time.monotonic() - started
+                for place, reward in zip(places, own, strict=True):
                     rewards[place] = reward
             except _Failure as failure:
                 failed += places
                 logger.warning("reward %s failed for a problem: %s", self.__name__, failure)
         return rewards, failed
 
-    def _request(self, arguments: Arguments) -> list[float | None]:
-        """Call the function once. Raises _Failure if it fails, and RewardError as `__call__` does."""
+    def _request(self, arguments: Arguments, seconds: float) -> list[float | None]:
+        """Call the function once, for at most `seconds`.
+
+        Raises _Failure if it fails, and RewardError as `__call__` does.
+        """
         self._load()
         state = arguments.get("trainer_state")
         answer = self._ask(
@@ -141,7 +155,7 @@ class IsolatedReward:
                 "trainer_state": {key: getattr(state, key) for key in STATE_FIELDS if hasattr(state, key)},
                 "restored": self._state if self._is_dirty else None,
             },
-            self._limits.seconds,
+            seconds,
         )
         self._is_dirty = "error" in answer
         if "error" in answer:
@@ -232,12 +246,12 @@ def _reason(code: int | None, seconds: float, limit: float) -> str:
     Args:
         code: its exit code; None if it ended while it started.
         seconds: duration of the call.
-        limit: time limit of the call, seconds.
+        limit: time limit of the call, seconds; less than rewards.isolate_seconds if the step's calls had less left.
     """
     if code is None:
         return "its process ended while it started"
     if seconds >= limit:
-        return f"it took longer than {limit:g} s (rewards.isolate_seconds)"
+        return f"it took longer than {round(limit, 2):g} s (rewards.isolate_seconds)"
     return f"its process was ended by signal {-code}" if code < 0 else f"its process ended with status {code}"
 
 

@@ -19,6 +19,9 @@ def treat(text: str) -> float:
     """Return the length of a text; a text that names a failure fails instead."""
     if text == "raise":
         raise ValueError("bad text\nof two lines")
+    if text == "late":
+        time.sleep(0.2)
+        raise ValueError("a service that did not answer")
     if text == "exit":
         sys.exit(3)
     if text == "die":

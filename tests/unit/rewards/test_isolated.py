@@ -137,6 +137,16 @@ def test_processes_that_end_are_limited_in_a_call(isolated: Any, caplog: pytest.
     assert reward("die", "die", "ab", prompts=["p", "q", "r"]) == [None, None, 2.0]
 
 
+@pytest.mark.long
+def test_slow_failures_of_a_call_are_limited_together(isolated: Any, caplog: pytest.LogCaptureFixture) -> None:
+    reward = isolated("length", isolate_seconds=0.5)
+    texts = [*["late"] * 12, "ab"]  # each takes 0.2 s and ends no process; together they have 3 * 0.5 s
+    assert reward(*texts, prompts=list(map(str, range(13)))) == [None] * 13
+    assert reward.failed_share == 1.0
+    assert "not called, since the calls for single problems have taken 1.5 s" in caplog.text
+    assert reward("late", "ab", prompts=["p", "q"]) == [None, 2.0]
+
+
 def test_warning_names_error_and_place(isolated: Any, caplog: pytest.LogCaptureFixture) -> None:
     isolated("length")("raise")
     assert "ValueError: bad text of two lines (failing_rewards.py:" in caplog.text
