@@ -9,6 +9,7 @@ from trl.trainer.utils import nanstd
 from grpo_ray.data.problem import SOURCE
 from grpo_ray.learner.advantages import combine_rewards
 from grpo_ray.learner.collectives import Workers
+from grpo_ray.learner.rollouts.dynamic_sampling import rewards_differ
 from grpo_ray.learner.rollouts.rollout import Rows
 
 
@@ -76,8 +77,8 @@ def source_metrics(
     for source in dict.fromkeys(source_of_row):
         places = [place for place, each in enumerate(source_of_row) if each == source]
         own, total = rewards[places], totals[places]
-        groups = total.view(-1, num_generations)
-        equal = (groups.amax(dim=1) == groups.amin(dim=1)).sum().item()
+        groups = total.view(-1, num_generations).tolist()
+        equal = sum(not rewards_differ(group) for group in groups)
         values = {"reward_mean": total, **{f"{name}_mean": own[:, index] for index, name in enumerate(names)}}
         sums[source] = {name: _sum_and_count(column) for name, column in values.items()}
         sums[source] |= {

@@ -73,6 +73,21 @@ def test_source_metrics_are_those_of_all_workers() -> None:
     }  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("rewards", "share"),
+    [
+        ([math.nan, 1.0, 1.0], 1.0),  # a completion without a reward
+        ([math.nan, 1.0, 0.0], 0.0),
+        ([1.0, 1.0, 1.0 + 2**-23], 1.0),  # rounding to 32 bits
+    ],
+)
+def test_equal_share_of_a_source_ignores_nan_and_rounding(rewards: list[float], share: float) -> None:
+    workers = Workers(count=1, gather_objects=lambda own: [own])
+    column = torch.tensor(rewards)[:, None]
+    found = source_metrics(rows_of(("sums",), size=3), [1] * 3, ("a",), column, torch.ones(1), 3, workers)
+    assert found["source/sums/equal_share"] == share
+
+
 def test_single_dataset_has_no_source_metrics() -> None:
     rows = rows_of(("",), size=2)
     assert "grpo_ray_source" not in rows[0]
