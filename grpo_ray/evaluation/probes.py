@@ -184,8 +184,10 @@ def _texts_of_reward(function: Any) -> list[str]:
     except (OSError, TypeError, SyntaxError, KeyError, AttributeError):  # built in C, or at run time
         return []
     named = {node.id for node in ast.walk(own) if isinstance(node, ast.Name)}
-    assigned = [(node, node.targets) for node in module.body if isinstance(node, ast.Assign)]
-    used = [node for node, targets in assigned if any(isinstance(t, ast.Name) and t.id in named for t in targets)]
+    assigned = [(node.value, node.targets) for node in module.body if isinstance(node, ast.Assign)]
+    # Only the value of an annotated constant counts: its annotation may be a text.
+    assigned += [(node.value, [node.target]) for node in module.body if isinstance(node, ast.AnnAssign) and node.value]
+    used = [value for value, targets in assigned if any(isinstance(t, ast.Name) and t.id in named for t in targets)]
     return [text for tree in (own, *used) for text in _texts(tree)]
 
 

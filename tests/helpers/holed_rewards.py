@@ -44,6 +44,7 @@ def of_topic(completions: Any, topic: list[str | None], **columns: Any) -> list[
 
 
 THANKS = re.compile("thank you|thanks")
+GREETINGS: "tuple[str, ...]" = ("good day",)
 
 
 class Polite:
@@ -51,7 +52,9 @@ class Polite:
 
     def __call__(self, completions: Any, **columns: Any) -> list[float]:
         texts = [each if isinstance(each, str) else each[-1]["content"] for each in completions]
-        return [float("please" in text) + float(bool(THANKS.search(text))) for text in texts]
+        greets = [any(each in text for each in GREETINGS) for text in texts]
+        thanks = [bool(THANKS.search(text)) for text in texts]
+        return [float("please" in text) + sum(polite) for text, *polite in zip(texts, greets, thanks, strict=True)]
 
 
 HOLES = {

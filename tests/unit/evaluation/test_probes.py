@@ -58,9 +58,10 @@ def test_weights_are_those_of_training() -> None:
 
 def test_words_are_those_of_texts_and_patterns_of_own_rewards() -> None:
     assert words_of_rewards(["boxed_format", "holed_rewards:concludes"]) == ["therefore|hence", "therefore", "hence"]
-    # Of a class, and of the constants that it names in its module
+    # Of a class, and of the constants, annotated or not, that it names in its module
     words = words_of_rewards(["holed_rewards:Polite"])
-    assert set(words) == {"content", "please", "thank you|thanks", "thank", "you", "thanks"}
+    own = {"content", "please", "thank you|thanks", "thank", "you", "thanks"}
+    assert set(words) == own | {"good day", "good", "day"}
 
 
 def test_a_reward_model_of_another_source_is_no_obstacle() -> None:
