@@ -24,8 +24,9 @@ T = TypeVar("T")
 
 TOKEN = "HF_TOKEN"
 """Environment variable with the user's token."""
-WEIGHTS = re.compile(r"[^/]+\.(?:safetensors|bin)(?:\.index\.json)?")
-"""Names of weight files in a repository. Those of an earlier upload are deleted: a loader may prefer them."""
+WEIGHTS = re.compile(r"(?:[^/]+\.safetensors|(?:pytorch_|adapter_)?model[^/]*\.bin)(?:\.index\.json)?")
+"""Names of weight files in a repository. Those of an earlier upload are deleted: a loader may prefer them. Other `.bin`
+files, such as `training_args.bin`, have no weights."""
 ATTEMPTS = 4
 LONGEST_PAUSE_SECONDS = 8.0
 TRANSIENT_STATUS = frozenset({408, 429, 500, 502, 503, 504})

@@ -130,11 +130,11 @@ def test_push_again_sends_changed_files_only(server: FakeHub, folder: Path) -> N
 
 
 def test_push_replaces_weights_of_an_earlier_upload(server: FakeHub, folder: Path) -> None:
-    old = {"model.safetensors": b"old", "pytorch_model.bin": b"old", "LICENSE": b"kept", "sub/x.safetensors": b"kept"}
-    server.repos["alice/model"] = Repo(private=True, files=dict(old))
+    old = {"model.safetensors": b"old", "pytorch_model.bin": b"old"}
+    others = {"LICENSE": b"kept", "sub/x.safetensors": b"kept", "training_args.bin": b"kept"}
+    server.repos["alice/model"] = Repo(private=True, files=old | others)
     assert "replacing model.safetensors, pytorch_model.bin" in push(server, folder)
-    expected = contents(folder) | {name: old[name] for name in ("LICENSE", "sub/x.safetensors")}
-    assert server.repos["alice/model"].files == expected
+    assert server.repos["alice/model"].files == contents(folder) | others
 
 
 def test_push_public_repo_without_flag_is_refused(server: FakeHub, folder: Path) -> None:
