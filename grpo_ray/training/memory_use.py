@@ -178,7 +178,8 @@ class MemoryCallback(TrainerCallback):
     def _measure(self, device: torch.device) -> tuple[dict[str, float], dict[str, Any] | None]:
         """Record the largest use over all workers beside the estimate, and return both."""
         each = all_gather_object(measure_memory(device))
-        measured = {name: max(worker[name] for worker in each) for name in each[0]}
+        names = dict.fromkeys(name for worker in each for name in worker)  # some nodes know less than others
+        measured = {name: max(worker[name] for worker in each if name in worker) for name in names}
         estimated = estimated_memory(self.plan)
         if is_rank_zero():
             self.record({"estimated": estimated, "measured": measured, "device": describe_device(device)})

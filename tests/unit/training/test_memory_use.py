@@ -12,6 +12,7 @@ import torch
 from grpo_ray.config.loader import load_config
 from grpo_ray.device import LOGICAL_GPU_BYTES, LOGICAL_GPUS
 from grpo_ray.models.memory import GIB
+from grpo_ray.training import memory_use
 from grpo_ray.training.memory_use import (
     MemoryCallback,
     apply_plan,
@@ -113,6 +114,17 @@ def test_memory_callback_records_after_second_step_at_checkpoints_and_at_end(pol
     assert (recorded, len(events)) == ([0, 1, 1], 3)
     assert events[0]["estimated"] == estimated_memory(plan) and events[0]["measured"]["resident_peak_gib"] > 0
     assert lines == []  # nothing of a GPU was measured, so there is nothing to compare
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_memory_callback_takes_what_some_workers_know(order: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    each = [{"resident_peak_gib": 2.0, "host_used_share": 0.5}, {"resident_peak_gib": 3.0}][::order]
+    monkeypatch.setattr(memory_use, "all_gather_object", lambda own: each)
+    events: list[dict[str, Any]] = []
+    on_cpu: Any = SimpleNamespace(device=torch.device("cpu"))
+    nothing: Any = None
+    MemoryCallback(None, events.append, lambda line: None).on_save(on_cpu, nothing, nothing)
+    assert events[0]["measured"] == {"resident_peak_gib": 3.0, "host_used_share": 0.5}
 
 
 MEMINFO = "MemTotal: 1000 kB\nMemFree: 100 kB\nMemAvailable: 400 kB\nHugePages_Total: 0\n"
