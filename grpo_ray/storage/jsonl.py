@@ -197,11 +197,12 @@ class MetricsFile(JsonlFile):
                 that were measured after the checkpoint was written.
         """
         self._remove_after(step)
-        with suppress(OSError):  # the next write tries again; the missing rows are found below either way
+        try:
             self._apply_removal()
-        last = next((_step(line) for line in reversed(self._pending)), None)
-        if last is None:
-            last = self._last_step_on_disk()
+            on_disk = self._last_step_on_disk()
+        except OSError:  # the rows cannot be read; the next write removes the later ones
+            on_disk = min(self._last_step, step)
+        last = next((_step(line) for line in reversed(self._pending)), on_disk)
         missing = [row for row in rows if row["step"] > last]
         self._pending += map(_to_line, missing)
         self._last_step = missing[-1]["step"] if missing else last

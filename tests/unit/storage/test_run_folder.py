@@ -404,6 +404,22 @@ def test_metrics_resume_drops_later_rows_and_adds_missing_ones(places: list[RunF
         assert steps(place) == []
 
 
+def test_metrics_resume_unreadable_file_keeps_its_rows(begun: RunFolder) -> None:
+    metrics = MetricsFile(begun)
+    file = Path(begun.path("metrics.jsonl"))
+    hidden = file.rename(file.with_name("hidden"))
+    file.mkdir()  # reading it fails
+    metrics.resume(2, [{"step": step, "of": "checkpoint"} for step in (1, 2)])
+    file.rmdir()
+    hidden.rename(file)
+    metrics.add({"step": 3, "again": True})
+    assert list(read_metrics(begun)) == [
+        {"step": 1, "reward/mean": 0.1},
+        {"step": 2, "reward/mean": 0.2},
+        {"step": 3, "again": True},
+    ]
+
+
 def test_metrics_merge_adds_to_row_of_step(begun: RunFolder) -> None:
     metrics = MetricsFile(begun)
     metrics.merge(2, {"heldout/accuracy": 0.5})
