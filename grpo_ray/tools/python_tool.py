@@ -90,7 +90,10 @@ def _ending(code: int) -> str:
 
     An exception of the code gives exit code 0: its traceback is part of the output.
     """
-    return f"exit code {code}" if code > 0 else f"ended by {signal.Signals(-code).name}"
+    if code > 0:
+        return f"exit code {code}"
+    # Most real-time signals have no name.
+    return f"ended by {next((each.name for each in signal.Signals if each == -code), f'signal {-code}')}"
 
 
 def _environment() -> dict[str, str]:

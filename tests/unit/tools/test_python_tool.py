@@ -40,6 +40,7 @@ def test_python_has_a_schema() -> None:
         ("import sys; sys.exit('bye')", "bye\n[exit code 1]"),
         ("import sys; sys.stdout.write('a') and sys.exit(3)", "a\n[exit code 3]"),
         ("import os; os.kill(os.getpid(), 11)", "[ended by SIGSEGV]"),
+        ("import os; os.kill(os.getpid(), 40)", "[ended by signal 40]"),  # real-time signals have no name
         ("__name__", "'__main__'\n"),
         ("from dataclasses import dataclass\n@dataclass\nclass A:\n    x: int\nA(1)", "A(x=1)\n"),
         ("import sys\nfor i in '12':\n    print(i)\n    print(i * 2, file=sys.stderr)", "1\n11\n2\n22\n"),
