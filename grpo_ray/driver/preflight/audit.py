@@ -374,9 +374,11 @@ class ShardSlice:
 
     def pairs(self) -> list[tuple[Problem, Problem]]:
         """Return the sampled problems, each with the shard's next one; the shard's last with the problem before it."""
-        problems = list(islice(self.split.read_shard(self.shard), self.start, self.stop + 1))
-        neighbours = [*problems[1:], *problems[-2:][:1]]
-        pairs = list(zip(problems, neighbours, strict=True))[: self.stop - self.start]
+        first = max(0, self.start - 1)  # the shard's last problem may be alone in its slice
+        problems = list(islice(self.split.read_shard(self.shard), first, self.stop + 1))
+        own = problems[self.start - first :]
+        neighbours = [*own[1:], *problems[-2:][:1]]
+        pairs = list(zip(own, neighbours, strict=True))[: self.stop - self.start]
         return [pair for pair in pairs if is_sampled(pair[0].id, self.sample_share)]
 
 

@@ -67,6 +67,7 @@ def test_is_sampled_larger_share_keeps_smaller_sample(number: int, share: float,
         (4, 0, 2, ["01", "12"]),
         (4, 2, 4, ["23", "32"]),  # the last of the shard gets the one before
         (4, 0, 4, ["01", "12", "23", "32"]),
+        (4, 3, 4, ["32"]),  # also if the slice has no other
         (1, 0, 1, ["00"]),
     ],
 )
