@@ -95,8 +95,7 @@ class Judge:
                 them.
             concurrency: number of requests of one worker at a time.
             timeout: time limit of one request, seconds.
-            attempts: most answers to one question while they are malformed; and most requests for one answer while the
-                endpoint fails.
+            attempts: most requests for one question, repeated while the endpoint fails or its answers are malformed.
             max_tokens: length of an answer, with the judge's reasoning.
             temperature: sampling temperature of the judge.
             max_cost: total cost of the run's verdicts at which the run ends; None: no limit. Each worker checks it
@@ -178,8 +177,7 @@ class Judge:
         import openai
 
         key = os.environ.get(self.api_key_variable) or "none"
-        # The client retries requests that may succeed, and waits in between as long as the server demands.
-        return openai.OpenAI(base_url=self.base_url, api_key=key, timeout=self.timeout, max_retries=self.attempts - 1)
+        return openai.OpenAI(base_url=self.base_url, api_key=key, timeout=self.timeout)
 
     def _questions(
         self, prompts: Sequence[Any], completions: Sequence[Completion], solution: Sequence[str | None] | None
@@ -226,14 +224,20 @@ class Judge:
             return list(threads.map(self._ask, questions))
 
     def _ask(self, question: Question) -> Answer:
-        """Ask until the answer is valid, at most `attempts` times. Raises RewardError if no question can succeed."""
+        """Ask until the answer is valid, with at most `attempts` requests.
+
+        Raises RewardError if no question can succeed.
+        """
         import openai
 
         used = [0, 0]
         reason = ""
-        for _ in range(self.attempts):
+        left = self.attempts
+        while left > 0:
+            # The client retries requests that may succeed, and waits in between as long as the server demands.
+            client = self._client.with_options(max_retries=left - 1)
             try:
-                response = self._client.chat.completions.create(
+                raw = client.chat.completions.with_raw_response.create(
                     model=self.model,
                     messages=[
                         {"role": "system", "content": question.system},
@@ -242,6 +246,7 @@ class Judge:
                     max_tokens=self.max_tokens,
                     temperature=self.temperature,
                 )
+                response = raw.parse()
             except (openai.AuthenticationError, openai.PermissionDeniedError, openai.NotFoundError) as error:
                 raise RewardError(
                     f"judge: the endpoint refuses the model {self.model!r} or the key in {self.api_key_variable} "
@@ -253,6 +258,7 @@ class Judge:
             except openai.APIError as error:  # no connection, no answer in time, an answer that is not OpenAI's
                 reason = type(error).__name__
                 break
+            left -= 1 + raw.retries_taken
             if response.usage is not None:
                 used = [used[0] + response.usage.prompt_tokens, used[1] + response.usage.completion_tokens]
             text = response.choices[0].message.content if response.choices else None

@@ -167,6 +167,13 @@ def test_failing_judge_gives_no_reward(status: int, requests: int) -> None:
     assert len(server.requests) == requests
 
 
+@pytest.mark.parametrize("attempts", [3, 4])
+def test_attempts_limit_the_requests_for_one_question(attempts: int) -> None:
+    with judge_server(lambda user, number: "Let me think." if number % 2 else 503) as server:
+        assert ask(judge(server, attempts=attempts), "a") == [None]
+    assert len(server.requests) == attempts
+
+
 def test_slow_judge_gives_no_reward() -> None:
     with judge_server(lambda user, number: None) as server:
         assert ask(judge(server, attempts=1, timeout=0.2), "a") == [None]
