@@ -35,7 +35,7 @@ INPUTS_AT_ONCE = 10
 MAX_ROUNDS = 64
 """Rounds of calls after which a test that still needs another call has failed."""
 MAX_TIMEOUTS = 2
-"""Tests that may hit the time limit; the program fails all later ones."""
+"""Inputs, or calls of tests, that may hit the time limit; all later ones count as if they did, and are not run."""
 CACHE_SIZE = 8_192
 
 
@@ -145,7 +145,9 @@ class CodeGrader:
     def _run_assertions(self, episode: Any, program: str, tests: Sequence[AssertTest]) -> tuple[list[bool], int]:
         """Run the tests of functions, in rounds: make the calls that they need, then run them again."""
         known: dict[str, Any] = {}
-        open_tests, passed, timeouts = dict(enumerate(tests)), [False] * len(tests), 0
+        open_tests, passed = dict(enumerate(tests)), [False] * len(tests)
+        keys: list[set[str]] = [set() for _ in tests]
+        """Calls of each test."""
         unlisted: set[int] = set()
         """Tests whose further calls cannot be listed, because the listing exceeds the limits of a test."""
         for _ in range(MAX_ROUNDS):
@@ -156,27 +158,34 @@ class CodeGrader:
                     passed[number] = outcome is True
                     del open_tests[number]
                     continue
-                calls.append(outcome)
+                own = [outcome]
                 further = None if number in unlisted else self._ask_checker(test, known, only_list=True)
                 if further is None:
                     unlisted.add(number)
                 else:
-                    calls += further
+                    own += further
+                keys[number].update(map(call_key, own))
+                calls += own
             if not open_tests:
                 break
-            timeouts += self._make_calls(episode, program, calls, known)
-        return passed, timeouts
+            self._make_calls(episode, program, calls, known)
+        late = {key for key, result in known.items() if result.get("status") == "timeout"}
+        # A passed test may have such a call among those that were listed ahead, without having needed it.
+        return passed, sum(not has and not late.isdisjoint(own) for has, own in zip(passed, keys, strict=True))
 
     def _ask_checker(self, test: AssertTest, known: Mapping[str, Any], only_list: bool = False) -> Any:
         """Return the checker's answer; None if the test exceeds its limits."""
         answer = checker.ask(json.dumps([test.source, known, only_list]).encode("utf-8", "surrogatepass"))
         return None if answer is None else json.loads(answer)
 
-    def _make_calls(self, episode: Any, program: str, calls: Sequence[Any], known: dict[str, Any]) -> int:
-        """Make calls of the program's functions, and add their results to `known`; return the number of timeouts."""
+    def _make_calls(self, episode: Any, program: str, calls: Sequence[Any], known: dict[str, Any]) -> None:
+        """Make calls of the program's functions, and add their results to `known`."""
         waiting = [call for key, call in {call_key(call): call for call in calls}.items() if key not in known]
-        timeouts = 0
+        timeouts = sum(result.get("status") == "timeout" for result in known.values())  # of earlier rounds
         while waiting:
+            if timeouts >= MAX_TIMEOUTS:
+                known |= {call_key(call): {"status": "timeout"} for call in waiting}
+                return
             part = waiting[:CALLS_AT_ONCE]
             results, rest = self._run(episode, program, calls=part, max_timeouts=MAX_TIMEOUTS - timeouts)
             is_cut = rest == program_driver.CUT and bool(results)  # with a result in each turn, so that the loop ends
@@ -186,7 +195,6 @@ class CodeGrader:
                 timeouts += result.get("status") == "timeout"
                 known[call_key(part[number])] = result
             waiting = [call for number, call in enumerate(part) if number not in done] + waiting[CALLS_AT_ONCE:]
-        return timeouts
 
     def _run(self, episode: Any, program: str, **asked: Any) -> tuple[dict[int, Any], str]:
         """Run the driver in a new interpreter; return its results by number, and the status of the missing ones."""

@@ -107,6 +107,56 @@ def test_timeouts_end_the_tests_of_a_program(grader: CodeGrader) -> None:
     assert verdict.passed == (True,) + (False,) * 19 and verdict.timeouts == 19
 
 
+class Counting(CodeGrader):
+    """Grader of a program whose `f(n)` returns n + 1, and hits the time limit for n of at least 100."""
+
+    def __init__(self) -> None:
+        super().__init__(LIMITS)
+        self.timeouts = 0
+
+    def _run(self, episode: Any, program: str, **asked: Any) -> tuple[dict[int, Any], str]:
+        results: dict[int, Any] = {}
+        timeouts = 0
+        for number, call in enumerate(asked["calls"]):
+            if timeouts >= asked["max_timeouts"]:
+                return results, "timeout"
+            (n,) = decode(call["args"])
+            results[number] = {"status": "timeout"} if n >= 100 else {"value": encode(n + 1)}
+            timeouts += n >= 100
+            self.timeouts += n >= 100
+        return results, ""
+
+
+@pytest.fixture
+def counting() -> Iterator[Counting]:
+    grader = Counting()
+    yield grader
+    grader.close()
+
+
+@pytest.mark.parametrize(
+    ("tests", "passed", "timeouts"),
+    [
+        (["assert f(100) + f(101) == f(102) + f(103)", "assert f(1) == 2"], (False, False), 2),
+        (["assert f(1) == 2", "assert f(1) == 3", "assert f(100) == 101"], (True, False, False), 1),
+        (["assert f(1) == 2 or f(100) == 101"], (True,), 0),
+    ],
+    ids=["several calls", "one call", "a call that was not needed"],
+)
+def test_timeouts_are_counted_by_test(
+    tests: list[str], passed: tuple[bool, ...], timeouts: int, counting: Counting
+) -> None:
+    verdict = counting.grade("def f(n): ...", parse_tests(tests))
+    assert (verdict.passed, verdict.timeouts) == (passed, timeouts)
+
+
+def test_timeouts_are_limited_over_all_rounds(counting: Counting) -> None:
+    """Each test needs one round more than the one before until its call that hits the limit is known."""
+    calls = ["100", "f(0) + 100", "f(f(0)) + 100", "f(f(f(0))) + 100", "f(f(f(f(0)))) + 100"]
+    verdict = counting.grade("def f(n): ...", parse_tests([f"assert f({call}) == 0" for call in calls]))
+    assert verdict.passed == (False,) * 5 and verdict.timeouts == 5 and counting.timeouts == 2
+
+
 @pytest.mark.parametrize(
     ("completion", "program"),
     [
