@@ -16,8 +16,8 @@ from grpo_ray.config.benchmarks import benchmark_score, find_benchmark
 from grpo_ray.config.checks import check_across_fields, check_advantages
 from grpo_ray.config.fields import VALUES, describe_errors, field_descriptions, type_adapter, unknown_key_message
 from grpo_ray.config.heldout_keys import AUTO, heldout_keys, heldout_label, primary_key, ranking_metric
-from grpo_ray.config.reward_names import SOLUTION_REWARDS, derived_score, is_reward_model
 from grpo_ray.config.peft_fields import check_peft_settings
+from grpo_ray.config.reward_names import SOLUTION_REWARDS, derived_score, is_reward_model
 from grpo_ray.config.sampling import SamplingOptions, StructuredOutputs, sampling_options
 from grpo_ray.config.sizes import Sizes
 from grpo_ray.config.sources import HeldoutSource, TrainingSource, heldout_sources, training_sources

@@ -93,7 +93,7 @@ WRAPPERS = re.compile(r"\.(base_layer|original_module|token_adapter)(?=\.)")
 
 def _saved_copies(policy: torch.nn.Module) -> dict[int, torch.nn.Parameter]:
     """Return the trained copies of whole modules (`modules_to_save`), by the id of the parameter that they replace."""
-    copies = {}
+    copies: dict[int, torch.nn.Parameter] = {}
     for wrapper in policy.modules():
         if isinstance(wrapper, ModulesToSaveWrapper):
             originals = dict(wrapper.original_module.named_parameters())
@@ -107,7 +107,11 @@ def _plain_update(layer: Any, attribute: str) -> torch.Tensor | None:
     if attribute != "weight" or not isinstance(weight, DTensor) or not isinstance(layer, LoraLayer):
         return None
     (adapter,) = layer.active_adapters
-    return None if adapter in layer.lora_variant else layer.get_delta_weight(adapter)
+    if adapter in layer.lora_variant:
+        return None
+    linear: Any = layer
+    update: torch.Tensor = linear.get_delta_weight(adapter)
+    return update
 
 
 def _laid_out_as(weight: torch.Tensor, update: torch.Tensor) -> torch.Tensor:

@@ -832,8 +832,8 @@ def check_checkpoint_kind(checkpoint: str, config: Config) -> None:
     if is_adapter != (config.model.adapter is not None):
         content = "an adapter" if is_adapter else "a whole policy"
         raise CheckpointError(
-            f"the checkpoint holds {content}, which does not match model.lora or model.peft; to begin with another kind, export the "
-            "checkpoint (grpo-ray export) and name the folder as model.path"
+            f"the checkpoint holds {content}, which does not match model.lora or model.peft; to begin with another "
+            "kind, export the checkpoint (grpo-ray export) and name the folder as model.path"
         )
     was_sharded = has_shards(checkpoint)
     if was_sharded != config.cluster.shard_learner:

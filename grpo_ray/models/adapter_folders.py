@@ -1,4 +1,4 @@
-"""Folders of adapters and policies: reading an adapter of any run, finding its policy, and writing both as one policy."""
+"""Folders of adapters: reading an adapter of any run, finding its policy, and writing both as one policy."""
 
 import json
 import os

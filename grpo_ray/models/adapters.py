@@ -174,11 +174,14 @@ def saved_copy(module: ModulesToSaveWrapper) -> torch.nn.Module:
 
 
 @contextmanager
-def merged_layer(layer: BaseTunerLayer) -> Iterator[torch.nn.Module]:
+def merged_layer(layer: Any) -> Iterator[torch.nn.Module]:
     """Merge an adapted layer in float32, and yield the layer without adapter that has the merged weights.
 
-    Afterwards the layer is as it was: the merge works on copies. Collective: shards are gathered, so every rank must
-    enter it.
+    Afterwards the layer is as it was, since the merge works on copies. Collective: shards are gathered, so every rank
+    must enter it.
+
+    Args:
+        layer: a `BaseTunerLayer` of PEFT, which is a module.
     """
     modules = [(module, _state_of(module)) for module in layer.modules()]
     base = layer.get_base_layer()

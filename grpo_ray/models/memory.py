@@ -38,8 +38,8 @@ the learner, and e bytes per number in `model.dtype`, the terms in bytes are:
 
 With an adapter (model.lora, model.peft) of A parameters, A replaces N in gradients, optimizer states and copies, the
 weights are e N + 4 A, there is no reference model, the output layer has no gradient, and a weight sync needs three
-float32 copies of the largest weight for the merge. PEFT counts A on a policy without weights; where it cannot, A is that
-of LoRA on every linear layer. Some types also build whole weights in each pass (`ADAPTER_COSTS`).
+float32 copies of the largest weight for the merge. PEFT counts A on a policy without weights; where it cannot, A is
+that of LoRA on every linear layer. Some types also build whole weights in each pass (`ADAPTER_COSTS`).
 
 A sharded learner (cluster.shard_learner) on W workers holds 1/W of weights, reference model, gradients and optimizer
 states, and needs no buckets. Its unsharded copies in 16 bits are embedding and output layer for the whole pass, the
@@ -680,7 +680,9 @@ class _Passes:
             recomputed = self._one_layer + self._copies // self.shape.layers
         reduced = (self._number_bytes + 8) * self.shape.layer_parameters if self._sharded else 0
         weight = self.shape.hidden_size * self.shape.intermediate_size
-        weight_gradient = 0 if self.config.model.adapter or self._number_bytes == 4 else (self._number_bytes + 4) * weight
+        weight_gradient = (
+            0 if self.config.model.adapter or self._number_bytes == 4 else (self._number_bytes + 4) * weight
+        )
         gradients = self.tokens * self._sizes.backward.bytes(self.shape)
         return self._output_gradient + recomputed + gradients + weight_gradient + self._gathered + reduced
 
@@ -754,9 +756,7 @@ def _rank(adapter: Mapping[str, Any]) -> int:
     return int(adapter.get("r") or 8)
 
 
-def model_shape(
-    path: str, trust_remote_code: bool = False, adapter: Mapping[str, Any] | None = None
-) -> ModelShape:
+def model_shape(path: str, trust_remote_code: bool = False, adapter: Mapping[str, Any] | None = None) -> ModelShape:
     """Read a model's config and count its parameters, without loading its weights.
 
     Args:

@@ -4,6 +4,7 @@ import copy
 import itertools
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,29 +13,32 @@ from lone_process import lone_process_group
 STEPS, SYNCS = 3, 100
 
 
+@dataclass
+class Observation:
+    """How an adapter did in the engine."""
+
+    gaps: list[float]
+    """Mean difference of the log-probabilities of engine and learner at the start and after each step, nats."""
+    moved: float
+    """The same of the learner before and after the steps."""
+    is_kept: bool
+    """True if all tensors of the learner are the same bits after SYNCS further syncs."""
+    stale: str
+    """Error of the proof after a step that was not sent."""
+
+
 @lone_process_group()
-def observe_adapters(policy: str, dtype: str, names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Train each adapter for STEPS steps, each followed by a sync, then sync SYNCS times more.
+def observe_adapters(policy: str, dtype: str, names: Sequence[str]) -> dict[str, Observation]:
+    """Train each adapter for STEPS steps at random, each followed by a sync, then sync SYNCS times more.
 
     Args:
         policy: embedded policy; its output layer is separated from the embedding, so that both kinds of adapters fit.
-
-    Returns:
-        By name: `gaps`, mean difference of the log-probabilities of engine and learner after each step, nats; `moved`,
-        that of the policy before and after the steps, by the learner; `stale`, the error of the proof after a step that
-        was not sent; `kept`, whether all tensors of the learner are the same bits after the syncs.
     """
-    import torch
-    from adapters import adapted, load, settings_of, state
-    from sampled import batch_of, sample
-    from trl.trainer.utils import add_fused_lm_head
+    from adapters import load
 
     from grpo_ray.config.loader import load_config
-    from grpo_ray.config.peft_fields import starts_elsewhere
-    from grpo_ray.data.arithmetic import arithmetic_problems
-    from grpo_ray.errors import SyncError
     from grpo_ray.learner.learner import build_learner
-    from grpo_ray.models.tokenizer import load_tokenizer, tokenize_prompts
+    from grpo_ray.models.tokenizer import load_tokenizer
 
     folder = Path(tempfile.mkdtemp())
     load(policy, tied=False).save_pretrained(folder)
@@ -42,51 +46,80 @@ def observe_adapters(policy: str, dtype: str, names: Sequence[str]) -> dict[str,
     settings = ["grpo.max_completion_length=16", "cluster.num_workers=1", f"model.dtype={dtype}"]
     config = load_config(None, [f"model.path={folder}", *settings])
     learner = build_learner(config, model_path=str(folder), output_dir=tempfile.mkdtemp(), problems=[])
-    engine = learner.engine
-    problems = itertools.islice(arithmetic_problems("heldout"), 8)
-    prompts = tokenize_prompts(learner.processing_class, [problem.prompt for problem in problems], {})
-    found: dict[str, dict[str, Any]] = {}
-    for name in names:
+    return {name: Probe(learner, folder, dtype, name).observe() for name in names}
+
+
+class Probe:
+    """One adapter in a learner whose engine is running."""
+
+    def __init__(self, learner: Any, folder: Path, dtype: str, name: str) -> None:
+        import torch
+        from adapters import adapted, load
+        from trl.trainer.utils import add_fused_lm_head
+
+        from grpo_ray.data.arithmetic import arithmetic_problems
+        from grpo_ray.models.tokenizer import tokenize_prompts
+
         base = load(folder, dtype, tied=False)
         add_fused_lm_head(base, temperature=learner.temperature, outputs=("log_probs", "entropy"))
-        model = adapted(base, name)
-        learner.model = engine.model = model
-        trained = [each for each in model.parameters() if each.requires_grad]
-        optimizer = torch.optim.AdamW(trained, lr=1e-2, weight_decay=0.0)
-        generator = torch.Generator().manual_seed(1)
+        self.learner, self.model = learner, adapted(base, name)
+        learner.model = learner.engine.model = self.model
+        self.trained = [each for each in self.model.parameters() if each.requires_grad]
+        self.optimizer = torch.optim.AdamW(self.trained, lr=1e-2, weight_decay=0.0)
+        self.generator = torch.Generator().manual_seed(1)
+        problems = itertools.islice(arithmetic_problems("heldout"), 8)
+        self.prompts = tokenize_prompts(learner.processing_class, [problem.prompt for problem in problems], {})
 
-        def logps(completions: Any) -> torch.Tensor:
-            with learner.accelerator.autocast(), torch.no_grad():
-                return learner.logps(batch_of(learner, prompts, completions))
+    def observe(self) -> Observation:
+        import torch
+        from adapters import state
 
-        def gap(completions: Any, others: Any) -> float:
-            batch = batch_of(learner, prompts, completions, others)
-            mask = batch["completion_mask"].bool()
-            return float((logps(completions) - batch["sampling_per_token_logps"])[mask].abs().mean())
+        from grpo_ray.errors import SyncError
 
-        def step() -> None:
-            for each in trained:
-                each.grad = torch.randn(each.shape, generator=generator)
-            optimizer.step()
-
+        engine = self.learner.engine
         engine.sync_weights()
-        first, of_engine = sample(engine, prompts, range(len(prompts)))
-        before, gaps = logps(first), [gap(first, of_engine)]
+        first, of_engine = self.sample()
+        before, gaps = self.logps(first), [self.gap(first, of_engine)]
         for _ in range(STEPS):
-            step()
+            self.step()
             engine.sync_weights()
-            gaps.append(gap(*sample(engine, prompts, range(len(prompts)))))
-        moved = float((logps(first) - before).abs().mean())
-        tensors, stale = state(model), ""
-        kept = copy.deepcopy(tensors)
+            gaps.append(self.gap(*self.sample()))
+        moved = float((self.logps(first) - before).abs().mean())
+        kept = copy.deepcopy(state(self.model))
         for _ in range(SYNCS):
             engine.sync_weights()
-        is_kept = all(torch.equal(kept[each], tensor) for each, tensor in state(model).items())
-        step()
+        is_kept = all(torch.equal(kept[name], tensor) for name, tensor in state(self.model).items())
+        self.step()
+        stale = ""
         try:
             engine.prove_weights()
         except SyncError as error:
             stale = str(error)
-        found[name] = {"gaps": gaps, "moved": moved, "stale": stale, "kept": is_kept}
-        found[name]["elsewhere"] = starts_elsewhere(settings_of(name))
-    return found
+        return Observation(gaps, moved, is_kept, stale)
+
+    def sample(self) -> Any:
+        from sampled import sample
+
+        return sample(self.learner.engine, self.prompts, range(len(self.prompts)))
+
+    def logps(self, completions: Any) -> Any:
+        import torch
+        from sampled import batch_of
+
+        with self.learner.accelerator.autocast(), torch.no_grad():
+            return self.learner.logps(batch_of(self.learner, self.prompts, completions))
+
+    def gap(self, completions: Any, of_engine: Any) -> float:
+        from sampled import batch_of
+
+        batch = batch_of(self.learner, self.prompts, completions, of_engine)
+        difference = self.logps(completions) - batch["sampling_per_token_logps"]
+        return float(difference[batch["completion_mask"].bool()].abs().mean())
+
+    def step(self) -> None:
+        """Move each trained weight, in a random direction."""
+        import torch
+
+        for each in self.trained:
+            each.grad = torch.randn(each.shape, generator=self.generator)
+        self.optimizer.step()

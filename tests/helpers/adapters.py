@@ -42,6 +42,18 @@ SMALL: dict[str, dict[str, Any]] = {
 }
 """Type -> fields with which it fits the embedded policies, whose layers have 64 and 128 inputs."""
 
+NARROW: dict[str, dict[str, Any]] = {
+    "C3A": {"block_size": 16},
+    "ROAD": {"group_size": 16},
+    "SUPERTUNING": {"sparsity": 0.5},
+    "TRAINABLE_TOKENS": {"token_indices": [3, 4, 5]},
+    "VBLORA": {"vector_length": 16},
+}
+"""Type -> fields that differ for `stock_trl.exact_llama`, whose layers have 16 to 64 inputs."""
+
+NEED_BIASES = ("BEFT", "biases", "bias of the adapter")
+"""Types and variants for layers that have a bias."""
+
 VARIANTS: dict[str, dict[str, Any]] = {
     "DoRA": {"type": "LORA", "use_dora": True},
     "rsLoRA": {"type": "LORA", "use_rslora": True, "r": 16},
@@ -62,6 +74,20 @@ VARIANTS: dict[str, dict[str, Any]] = {
 def settings_of(name: str) -> dict[str, Any]:
     """Return the settings of a type or a variant, in the form of `model.peft`."""
     return VARIANTS[name] if name in VARIANTS else {"type": name, **SMALL[name]}
+
+
+def narrow_policy(initial: Any, name: str, seed: int = 1) -> Any:
+    """Give a policy like `stock_trl.exact_llama` a new adapter, in float32, which all types can begin with."""
+    from peft import get_peft_model
+
+    from grpo_ray.models.adapters import build_config
+
+    for module in initial.model.modules():
+        if name in NEED_BIASES and isinstance(module, torch.nn.Linear):
+            module.bias = torch.nn.Parameter(torch.zeros(module.out_features))
+    settings = settings_of(name)
+    torch.manual_seed(seed)
+    return get_peft_model(initial.float(), build_config(settings | NARROW.get(settings["type"], {})))
 
 
 def is_tied(name: str) -> bool:

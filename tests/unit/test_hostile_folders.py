@@ -29,8 +29,8 @@ from grpo_ray.driver.stages import open_checkpoint_of_other_run
 from grpo_ray.errors import CheckpointError, DataError, GrpoRayError
 from grpo_ray.export.checkpoint import find_checkpoint
 from grpo_ray.export.hub import _files_of
-from grpo_ray.models.embedded_policy import embedded_policy
 from grpo_ray.models.adapter_folders import base_policy_path
+from grpo_ray.models.embedded_policy import embedded_policy
 from grpo_ray.models.plausible_policy import require_plausible_policy
 from grpo_ray.pages.report.read import open_run
 from grpo_ray.pages.watch.live_run import LiveRun

@@ -5,29 +5,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from adapters import SMALL, VARIANTS, move, settings_of
-from peft import get_peft_model
+from adapters import SMALL, VARIANTS, move, narrow_policy
 from stock_trl import LONGEST, NEAR, ScriptedLearner, accumulated, exact_llama, largest_difference, train_steps
 from trl import GRPOTrainer
-
-from grpo_ray.models.adapters import build_config
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 QUICK = ("LORA", "OFT", "LN_TUNING", "DoRA")
 """Tried in each run of the tests; the others are slow in sum."""
 
-FITTED: dict[str, dict[str, Any]] = {
-    "VBLORA": {"vector_length": 16},
-    "SUPERTUNING": {"sparsity": 0.5},
-    "ROAD": {"group_size": 16},
-    "C3A": {"block_size": 16},
-    "TRAINABLE_TOKENS": {"token_indices": [3, 4, 5]},
-}
-"""Fields for layers of 16 to 64 inputs."""
-
-NARROW = {"C3A", "DEFT", "FOURIERFT"}
+IN_FLOAT32 = {"C3A", "DEFT", "FOURIERFT"}
 """Types that compute a part of the update in float32."""
 
 
@@ -39,15 +26,7 @@ class BudgetLearner(ScriptedLearner):
 
 def policy(name: str) -> Any:
     """Return a model with an adapter in float64 that was trained for a while, always the same."""
-    model = exact_llama()
-    if name in ("BEFT", "biases", "bias of the adapter"):  # of layers that have a bias
-        for module in list(model.modules()):
-            if isinstance(module, torch.nn.Linear) and module.out_features in (16, 32):
-                module.bias = torch.nn.Parameter(torch.zeros(module.out_features, dtype=torch.float64))
-    torch.manual_seed(1)
-    settings = settings_of(name)
-    # Some types begin with a decomposition that takes no float64.
-    adapted = get_peft_model(model.float(), build_config(settings | FITTED.get(settings["type"], {}))).double()
+    adapted = narrow_policy(exact_llama(), name).double()
     move(adapted, size=0.05)
     return adapted
 
@@ -62,4 +41,4 @@ def test_gradient_equals_that_of_trl(tmp_path: Path, name: str) -> None:
     assert trainer.savings.layout == "shifted"
     assert any(each.abs().max() > 0 for each in ours.gradients[0].values())
     difference = largest_difference(ours, stock)
-    assert difference < (1e-5 if name in NARROW else NEAR), difference
+    assert difference < (1e-5 if name in IN_FLOAT32 else NEAR), difference

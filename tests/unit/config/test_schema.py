@@ -336,5 +336,5 @@ NO_PATHS = {
     "rollout.variables",  # names
     "grpo.advantages",  # a name, or package.module:name
     "engine.compile_cache",  # absolute, or with ~ for the home folder of each node
-    "engine.vllm", "grpo.trl",  # in the libraries' terms
+    "engine.vllm", "grpo.trl", "model.peft",  # in the libraries' terms
 }  # fmt: skip

@@ -165,7 +165,10 @@ def test_types_that_read_weights_cannot_be_tried_without(policy: Path, kind: str
         ({"type": "LORA", "target_modules": ["lm_head"]}, "the output layer.*cannot have an adapter"),
         ({"type": "LORA", "modules_to_save": ["lm_head"]}, "the output layer.*cannot have an adapter"),
         ({"type": "LORA", "trainable_token_indices": [3]}, "the output layer.*cannot have an adapter"),
-        ({"type": "TRAINABLE_TOKENS", "token_indices": [3], "target_modules": ["embed_tokens"]}, "the output layer.*cannot have an adapter"),
+        (
+            {"type": "TRAINABLE_TOKENS", "token_indices": [3], "target_modules": ["embed_tokens"]},
+            "the output layer.*cannot have an adapter",
+        ),
         ({"type": "BEFT", "target_modules": ["o_proj"]}, "with BEFT: Base layer has no bias"),
         ({"type": "ROAD", "group_size": 48}, "with ROAD: .*divisible by group_size"),
         ({"type": "LORA", "r": 0}, "with LORA: .*r.* should be a positive integer"),
