@@ -143,6 +143,9 @@ TESTS: dict[str, TestFiles] = {
     "config/loader.py": CONFIG,
     "config/checks.py": CONFIG,
     "config/sizes.py": CONFIG,
+    "config/peft_fields.py": TestFiles(
+        unit=("config/test_peft_fields.py", "models/test_adapters.py"), integration=("config/test_peft_fields.py",)
+    ),
     "data/arithmetic.py": TestFiles(unit=("data/test_arithmetic.py",)),
     "data/curriculum.py": TestFiles(unit=("data/test_curriculum.py",)),
     "data/files.py": TestFiles(
@@ -281,7 +284,14 @@ TESTS: dict[str, TestFiles] = {
         unit=("learner/test_sync_check.py", *SAVINGS.unit), integration=SAVINGS.integration
     ),
     "learner/trl_config.py": CONFIG,
-    "models/lora.py": TestFiles(integration=("models/test_lora.py", "export/test_checkpoint.py")),
+    "models/adapters.py": TestFiles(
+        unit=("models/test_adapters.py",),
+        integration=("models/test_lora.py", "inference/test_adapters.py", "learner/test_adapter_gradients.py"),
+    ),
+    "models/adapter_folders.py": TestFiles(
+        unit=("test_hostile_folders.py",),
+        integration=("models/test_lora.py", "export/test_checkpoint.py", "test_security.py"),
+    ),
     "models/memory.py": TestFiles(
         unit=(
             "models/test_memory.py",
@@ -1006,8 +1016,8 @@ FAULTS = (
     Fault(
         "adapter-left-out-of-the-learners-checksums",
         "inference/weight_proof.py",
-        'if layer is not None and attribute == "weight":',
-        'if layer is None and attribute == "weight":',
+        "if id(parameter) in owners:",
+        "if id(parameter) in added:",
     ),
     Fault(
         "first-replica-alone-is-compared",
@@ -1592,9 +1602,45 @@ FAULTS = (
     ),
     Fault(
         "adapters-of-one-embedded-policy-only",
-        "models/lora.py",
+        "models/adapter_folders.py",
         "if base in EMBEDDED_POLICIES:",
         "if base == EMBEDDED_POLICIES[0]:",
+    ),
+    Fault(
+        "adapter-merged-in-the-precision-of-the-policy",
+        "models/adapters.py",
+        "copy = whole.to(torch.float32, copy=True) if module is base else whole",
+        "copy = whole.clone() if module is base else whole",
+    ),
+    Fault(
+        "adapter-merged-into-the-learner",
+        "models/adapters.py",
+        "_restore(module, state)",
+        "pass",
+    ),
+    Fault(
+        "trained-module-replaced-by-the-frozen-one",
+        "models/adapters.py",
+        "yield name, _unsharded(weight), originals[name]\n    else:",
+        "yield name, originals[name], originals[name]\n    else:",
+    ),
+    Fault(
+        "norms-trained-in-16-bits",
+        "models/adapters.py",
+        "parameter.data = parameter.data.float()",
+        "parameter.data = parameter.data",
+    ),
+    Fault(
+        "refused-adapters-of-strangers-are-read",
+        "models/adapter_folders.py",
+        "settings[name] and settings[name] != defaults.get(name)",
+        "name == 'megatron_core' and settings[name] != defaults.get(name)",
+    ),
+    Fault(
+        "peft-fields-of-any-type",
+        "config/peft_fields.py",
+        "if field.types and not _fits(value, field):",
+        "if False and not _fits(value, field):",
     ),
     Fault(
         "warm-up-learns-the-questions",
@@ -1622,7 +1668,7 @@ FAULTS = (
     ),
     Fault(
         "adapter-added-to-rounded-weights",
-        "models/lora.py",
+        "models/adapter_folders.py",
         'precision = "auto" if policy is not None or dtype is None else dtype',
         'precision = "auto" if dtype is None else dtype',
     ),

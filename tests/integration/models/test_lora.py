@@ -1,4 +1,4 @@
-"""Tests of LoRA training: merged weights in the engine, checkpoints, resume, evaluation and export."""
+"""Tests of training adapters: merged weights in the engine, checkpoints, resume, evaluation and export."""
 
 import json
 import shutil
@@ -180,13 +180,26 @@ def test_lora_frozen_weights_have_the_engines_precision() -> None:
 # Whole runs
 
 
+DORA = "model.peft={type: LORA, r: 8, lora_alpha: 16, use_dora: true}"
+OFT = "model.peft={type: OFT, oft_block_size: 8}"
+
+
 @pytest.mark.main_path
-def test_lora_run_is_saved_resumed_measured_and_exported(
-    small_run: Callable[..., Any], policy: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("adapter", "tensors"),
+    [
+        pytest.param(DORA, 3, id="DoRA"),
+        pytest.param(LORA, 2, id="LoRA", marks=pytest.mark.slow),
+        pytest.param(OFT, 1, id="OFT", marks=pytest.mark.slow),
+    ],
+)
+def test_adapter_run_is_saved_resumed_measured_and_exported(
+    small_run: Callable[..., Any], policy: Path, capsys: pytest.CaptureFixture[str], adapter: str, tensors: int
 ) -> None:
+    """An adapter has so many tensors in each of the seven linear layers of the policy's two blocks."""
     from grpo_ray.cli import main
 
-    whole, folder = small_run("whole", LORA, SIGNAL)
+    whole, folder = small_run("whole", adapter, SIGNAL)
     rows = rows_of(folder)
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     assert max(row["engine/logprob_gap_mean"] for row in rows) < 1e-4
@@ -197,20 +210,21 @@ def test_lora_run_is_saved_resumed_measured_and_exported(
         "base_model_name_or_path"
     ] == str(policy)
     weights = adapter_of(whole.latest_checkpoint)
-    assert len(weights) == 2 * 7 * 2 and all(w.abs().max() > 0 for w in weights.values())
+    assert len(weights) == tensors * 7 * 2 and all(w.abs().max() > 0 for w in weights.values())
     best = next(row for row in rows if row.get("checkpoint") == Path(whole.best_checkpoint).name)
     assert whole.heldout_after == best["heldout/accuracy"]
 
     killed, folder = small_run(
-        "killed", LORA, SIGNAL, "run.max_failures=1",
+        "killed", adapter, SIGNAL, "run.max_failures=1",
         faults=[Fault("kill-backward", step=4)],
     )  # fmt: skip
     assert [event["step"] for event in events_of(folder, "began")] == [0, 2]
     assert same_weights(adapter_of(killed.latest_checkpoint), weights)
 
-    with pytest.raises(ConfigError, match=r"model\.lora=None differs.*grpo-ray export"):
+    field = adapter.partition("=")[0]
+    with pytest.raises(ConfigError, match=f"{field}=None differs.*grpo-ray export"):
         small_run("whole-again", SIGNAL, f"run.from_checkpoint={folder}", "grpo.max_steps=6")
-    with pytest.raises(ConfigError, match=r"model\.lora=None differs"):
+    with pytest.raises(ConfigError, match=f"{field}=None differs"):
         small_run("killed", SIGNAL, "grpo.max_steps=6")
 
     capsys.readouterr()
