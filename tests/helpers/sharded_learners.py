@@ -2,7 +2,8 @@
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,53 @@ def train_sharded(
         "held": held,
         "reference": sum(isinstance(module, FSDPModule) for module in modules),
     }
+
+
+def train_adapters(rank: int, folder: str, names: Sequence[str], shard: bool) -> dict[str, Any]:
+    """Train an adapter of each type for four steps, with checkpoints in `folder/<name>/<rank>`.
+
+    Returns:
+        By type the merged weights at the end, gathered (on rank 0), and the largest difference between these and the
+        whole weights of which the proof of the sync reads this worker's parts.
+    """
+    from adapters import narrow_policy
+    from problem_stream import STREAM, StreamLearner, train_on_stream
+    from stock_trl import GROUP, exact_llama
+    from torch.distributed.tensor import DTensor
+    from transformers import LlamaForCausalLM
+
+    from grpo_ray.inference.weight_proof import learner_weights
+    from grpo_ray.learner.sharding_settings import sharding_arguments
+    from grpo_ray.models.adapters import merged_weights
+
+    workers = int(os.environ["WORLD_SIZE"])
+
+    class AdapterLearner(StreamLearner):
+        overrides = (
+            f"cluster.shard_learner={str(shard).lower()}", f"cluster.num_workers={workers}", "model.peft={type: LORA}",
+        )  # fmt: skip
+
+    def policy(name: str) -> Any:
+        initial = exact_llama()
+        model = LlamaForCausalLM(initial.config)
+        model.load_state_dict({each: weight.float() for each, weight in initial.state_dict().items()}, strict=False)
+        return narrow_policy(model, name)
+
+    found = {}
+    for name in names:
+        _, trainer = train_on_stream(
+            AdapterLearner, Path(folder, name, str(rank)), range(len(STREAM)), ddp_backend="gloo",
+            per_device_train_batch_size=4 * GROUP // workers // 2, make_model=partial(policy, name),
+            **(STEPS | (sharding_arguments({}) if shard else {})),
+        )  # fmt: skip
+        model = trainer.accelerator.unwrap_model(trainer.model)
+        merged = {each: weight.clone() for each, weight in merged_weights(model)}
+        wrong = 0.0
+        for each, weight in learner_weights(model):
+            whole = weight.full_tensor() if isinstance(weight, DTensor) else weight
+            wrong = max(wrong, float((whole - merged[each]).abs().max()))
+        found[name] = {"merged": {each: weight.numpy() for each, weight in merged.items()}, "wrong": wrong}
+    return found
 
 
 def held_gradients(model: Any) -> tuple[set[str], float]:
