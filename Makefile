@@ -24,7 +24,7 @@ help:
 	@echo "make bench-gpu  compare with stock TRL on one GPU, under 25 minutes; DRY=1: tiny sizes, without a GPU"
 	@echo "make contract   check our source against the oldest and newest supported vLLM, TRL, transformers, accelerate and Ray"
 	@echo "make coverage   measure line and branch coverage of make test, including Ray workers"
-	@echo "make lint       run ruff and mypy"
+	@echo "make lint       run ruff, and mypy on everything, the notebooks too"
 	@echo "make setup      set up .venv only; the other commands do it too"
 	@echo "make clean      delete .venv and build outputs"
 
@@ -88,7 +88,8 @@ coverage: setup
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+	$(BIN)/python scripts/notebook_code.py build/notebooks
+	$(BIN)/mypy grpo_ray jobs scripts tests build/notebooks
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info
