@@ -15,7 +15,7 @@ from urllib.parse import SplitResult, urlsplit
 from grpo_ray.config.benchmarks import find_benchmark
 from grpo_ray.config.fields import override_text
 from grpo_ray.config.heldout_keys import HELDOUT
-from grpo_ray.config.peft_fields import SHARDED_TYPES, STARTS_ELSEWHERE, moves_the_base, starts_elsewhere
+from grpo_ray.config.peft_fields import NOT_SHARDED, PLAIN_LORA, STARTS_ELSEWHERE, moves_the_base, starts_elsewhere
 from grpo_ray.config.reward_names import MAX_ENDED_PROCESSES, REWARD_SCORES, SCORES, reward_name
 from grpo_ray.config.sampling import MIN_TEMPERATURE, TRL_FIELDS
 from grpo_ray.config.similar_names import suggestion
@@ -492,15 +492,47 @@ def reference_is_the_first_policy(config: "Config") -> str | None:
     return None
 
 
-def sharded_adapter_is_tried(config: "Config") -> str | None:
+def adapter_can_be_sharded(config: "Config") -> str | None:
     """Refuse `cluster.shard_learner` with a type of `model.peft` whose adapter cannot be divided over workers."""
     adapter = config.model.peft
-    if adapter and config.cluster.shard_learner and adapter["type"] not in SHARDED_TYPES:
+    if adapter and config.cluster.shard_learner and adapter["type"] in NOT_SHARDED:
         return (
-            f"cluster.shard_learner=true does not go with model.peft.type={adapter['type']}; set one of "
-            f"{', '.join(sorted(SHARDED_TYPES))}, or cluster.shard_learner=false"
+            f"cluster.shard_learner=true does not go with model.peft.type={adapter['type']}, whose tensors cannot be "
+            "divided over workers; choose another type, or set cluster.shard_learner=false"
         )
     return None
+
+
+def adapter_optimizer_fits(config: "Config") -> str | None:
+    """Require LoRA for `model.adapter_optimizer`, and plain LoRA with a whole learner and AdamW for LoRA-FA."""
+    optimizer, adapter = config.model.adapter_optimizer, config.model.adapter
+    if optimizer is None:
+        return None
+    if not adapter or adapter["type"] != "LORA":
+        return (
+            f"model.adapter_optimizer={{name: {optimizer.name}}} needs LoRA; set model.lora, or "
+            "model.peft={type: LORA}, or model.adapter_optimizer=null"
+        )
+    if optimizer.name == "loraplus":
+        return None
+    if others := sorted(name for name in adapter if name not in PLAIN_LORA and adapter[name]):
+        return (
+            f"model.adapter_optimizer={{name: lorafa}} does not go with model.peft.{others[0]}="
+            f"{override_text(adapter[others[0]])}: it trains plain LoRA; leave it out"
+        )
+    for field, value in (("cluster.shard_learner", config.cluster.shard_learner), *_own_optimizer(config)):
+        if value:
+            return (
+                f"model.adapter_optimizer={{name: lorafa}} does not go with {field}={override_text(value)}: it is an "
+                f"AdamW of its own on whole weights; leave {field} out"
+            )
+    return None
+
+
+def _own_optimizer(config: "Config") -> list[tuple[str, Any]]:
+    """Return the settings of an optimizer that PEFT's AdamW for LoRA-FA would ignore."""
+    names = ("optim", "optim_args", "adam_beta1", "adam_beta2", "adam_epsilon")
+    return [(f"grpo.{name}", config.grpo.trl[name]) for name in names if name in config.grpo.trl]
 
 
 def sharded_learner_has_workers(config: "Config") -> str | None:
@@ -871,7 +903,8 @@ CHECKS: tuple[Callable[["Config"], str | None], ...] = (
     sharded_learner_has_workers,
     policy_has_one_adapter,
     reference_is_the_first_policy,
-    sharded_adapter_is_tried,
+    adapter_can_be_sharded,
+    adapter_optimizer_fits,
     every_reward_has_a_weight,
     reward_names_differ,
     limits_are_of_isolated_rewards,

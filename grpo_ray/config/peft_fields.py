@@ -100,8 +100,12 @@ NO_LINEAR_LAYERS = frozenset({"LN_TUNING", "TRAINABLE_TOKENS", "BEFT"})
 """Types that do not adapt every linear layer, so that `target_modules` has no default."""
 
 
-SHARDED_TYPES = frozenset({"LORA"})
-"""Types that a sharded learner (`cluster.shard_learner`) can train."""
+PLAIN_LORA = frozenset({"type", "r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules", "use_rslora"})
+"""Fields of LoRA with which each update is two matrices, and nothing else is trained."""
+
+NOT_SHARDED = frozenset({"DELORA", "FROD", "GLORA", "RANDLORA", "SUPERTUNING", "TINYLORA", "UNILORA", "VBLORA", "VERA"})
+"""Types that a sharded learner (`cluster.shard_learner`) cannot train: they keep tensors beside their weights, or share
+weights between layers, and accelerate cannot divide these over the workers."""
 
 
 @dataclass(frozen=True)

@@ -238,6 +238,20 @@ class LoraConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class AdapterOptimizerConfig:
+    """Optimizer of PEFT for LoRA."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+    name: Literal["loraplus", "lorafa"]
+    """"loraplus" (LoRA+, arXiv 2402.12354): a learning rate of its own for the second matrix of each update, with the
+    optimizer of `grpo.optim`. "lorafa" (LoRA-FA, arXiv 2308.03303): only the second matrix is trained, by AdamW with a
+    corrected gradient."""
+    ratio: Annotated[float, Field(ge=1)] = 16.0
+    """LoRA+: learning rate of the second matrix, divided by that of the first, `grpo.learning_rate`."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """Initial policy."""
 
@@ -258,6 +272,8 @@ class ModelConfig:
     """Train an adapter of any type that PEFT can merge: {type: LORA, r: 16, use_dora: true}, {type: OFT}, ... with the
     fields of the type's config in PEFT (see docs/adapters.md). `target_modules` is "all-linear" by default. null: off.
     `model.lora` is the short form of {type: LORA}."""
+    adapter_optimizer: AdapterOptimizerConfig | None = None
+    """Optimizer of PEFT for LoRA: {name: loraplus, ratio: 16} or {name: lorafa}. null: that of `grpo.optim`."""
 
     @property
     def adapter(self) -> Mapping[str, Any] | None:

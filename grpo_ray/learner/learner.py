@@ -15,6 +15,7 @@ TRL release changes one of them.
 | `_compute_loss` | the loss of a repacked micro-batch; the entropy bonus of the whole step |
 | `get_high_entropy_mask` | the quantile of the whole step in place of the micro-batch's |
 | `_get_per_token_logps_and_entropies` | forward passes without padding; importance ratio from the loss's own pass |
+| `create_optimizer` | PEFT's optimizers for LoRA |
 | `training_step` | checks the sync before the optimizer step, reports the loss, and counts tokens |
 | `_clip_grad_norm` | timed |
 | `_save_checkpoint` | timed; saves a reference that follows the policy |
@@ -95,7 +96,7 @@ from grpo_ray.learner.trl_internals import (
     sharding_reference_by_layer,
 )
 from grpo_ray.models.adapter_folders import has_adapter, record_base_policy
-from grpo_ray.models.adapters import base_model, peft_config, train_in_float32
+from grpo_ray.models.adapters import adapter_optimizer, base_model, peft_config, train_in_float32
 from grpo_ray.models.shards import has_shards
 from grpo_ray.models.tokenizer import load_tokenizer
 from grpo_ray.rewards.registry import load_rewards
@@ -395,6 +396,15 @@ class Learner(GRPOTrainer):
         if self.args.sync_ref_model and self.args.should_save:
             folder = Path(self.args.output_dir, f"checkpoint-{self.state.global_step}")
             torch.save(self.accelerator.unwrap_model(self.ref_model).state_dict(), folder / REFERENCE)
+
+    def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
+        """Build the optimizer of `grpo.optim`, or the one of PEFT that `model.adapter_optimizer` names."""
+        if self.config.model.adapter_optimizer and self.optimizer is None:
+            adapted = self.model if model is None else model
+            self.optimizer = adapter_optimizer(
+                adapted, self.config, *self.get_optimizer_cls_and_kwargs(self.args, adapted)
+            )
+        return super().create_optimizer(model)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the policy; for a sharded one, only the files without weights, and a gathered adapter. Collective."""

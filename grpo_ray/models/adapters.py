@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from peft import PeftConfig, PeftModel, get_peft_model
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+from peft.optimizers import create_lorafa_optimizer, create_loraplus_optimizer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import AuxiliaryTrainingWrapper, ModulesToSaveWrapper, TrainableTokensWrapper
 from torch.distributed.tensor import DTensor
@@ -114,6 +115,25 @@ def train_in_float32(model: torch.nn.Module) -> None:
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
+
+
+def adapter_optimizer(
+    model: PeftModel, config: Config, optimizer_class: type[torch.optim.Optimizer], arguments: Mapping[str, Any]
+) -> torch.optim.Optimizer:
+    """Build the optimizer of PEFT that `model.adapter_optimizer` names.
+
+    Args:
+        optimizer_class, arguments: the optimizer of `grpo.optim`, which LoRA+ uses; LoRA-FA takes its learning rate.
+    """
+    optimizer, adapter = config.model.adapter_optimizer, config.model.adapter
+    assert optimizer is not None and adapter is not None  # `adapter_optimizer_fits`
+    weight_decay = float(config.grpo.trl.get("weight_decay", 0.0))
+    if optimizer.name == "loraplus":
+        return create_loraplus_optimizer(
+            model, optimizer_class, loraplus_lr_ratio=optimizer.ratio, loraplus_weight_decay=weight_decay, **arguments
+        )
+    lora = model.peft_config["default"]
+    return create_lorafa_optimizer(model, lora.r, lora.lora_alpha, lr=arguments["lr"], weight_decay=weight_decay)
 
 
 def merged_weights(model: PeftModel) -> Iterator[tuple[str, torch.Tensor]]:

@@ -59,6 +59,7 @@ FIXED: dict[str, Fixed] = {
     "model.path": Fixed(reason="the checkpoint holds the weights of another policy"),
     "model.lora": Fixed(reason="the checkpoint holds other weights", in_checkpoint=True),
     "model.peft": Fixed(reason="the checkpoint holds other weights", in_checkpoint=True),
+    "model.adapter_optimizer.name": Fixed(reason=_OPTIMIZER, in_checkpoint=True),
     "cluster.shard_learner": Fixed(reason=_OPTIMIZER, in_checkpoint=True),
     "data.train": Fixed(reason=_LEDGER, is_same=_is_compared_by_contents),
     "data.limit": Fixed(reason=_LEDGER),

@@ -5,9 +5,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from sharded_learners import files_of, join_checkpoint, load_and_compute, train_sharded
+from adapters import SMALL, VARIANTS, settings_of
+from sharded_learners import files_of, join_checkpoint, load_and_compute, train_adapters, train_sharded
 from small_runs import join_shards
 from worker_group import run_workers
+
+from grpo_ray.config.peft_fields import NOT_SHARDED
 
 NEAR = 1e-11
 """Tolerance for weights in float64 whose gradients were summed in another order."""
@@ -149,3 +152,28 @@ def test_sharded_learner_recomputes_without_more_gathering(in_float32: list[Any]
     # Layers and embedding twice, as without recomputation; norm and head stay gathered. Each is reduced once.
     assert gathered == 2 * (3 + 1) + 1, calls
     assert sum(count for name, count in calls.items() if "reduce_scatter" in name) == 3 + 1 + 1, calls
+
+
+# Adapters
+
+
+@pytest.fixture(scope="module")
+def whole_adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Results of each type and variant with two workers that hold a whole learner each."""
+    folder, names = tmp_path_factory.mktemp("whole"), [*SMALL, *VARIANTS]
+    found: dict[str, Any] = run_workers(train_adapters, 2, str(folder), names, False, limit=900)[0]
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*SMALL, *VARIANTS])
+def test_sharded_adapter_takes_the_steps_of_a_whole_one(
+    whole_adapters: dict[str, Any], tmp_path: Path, name: str
+) -> None:
+    if settings_of(name)["type"] in NOT_SHARDED:
+        with pytest.raises(AssertionError, match=r"device_mesh|Error"):
+            run_workers(train_adapters, 2, str(tmp_path), [name], True)
+        return
+    results = run_workers(train_adapters, 2, str(tmp_path), [name], True)
+    assert largest(results[0][name]["merged"], whole_adapters[name]["merged"]) < 1e-6
+    assert [result[name]["wrong"] for result in results] == [0.0, 0.0]
