@@ -399,12 +399,13 @@ class Learner(GRPOTrainer):
 
     def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
         """Build the optimizer of `grpo.optim`, or the one of PEFT that `model.adapter_optimizer` names."""
-        if self.config.model.adapter_optimizer and self.optimizer is None:
-            adapted = self.model if model is None else model
-            self.optimizer = adapter_optimizer(
-                adapted, self.config, *self.get_optimizer_cls_and_kwargs(self.args, adapted)
-            )
-        return super().create_optimizer(model)
+        if self.config.model.adapter_optimizer is None:
+            built: torch.optim.Optimizer = super().create_optimizer(model)
+            return built
+        adapted = self.model if model is None else model
+        built = adapter_optimizer(adapted, self.config, *self.get_optimizer_cls_and_kwargs(self.args, adapted))
+        self.optimizer = built
+        return built
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the policy; for a sharded one, only the files without weights, and a gathered adapter. Collective."""
