@@ -57,7 +57,7 @@ test: setup
 	$(SIDE_BY_SIDE) -m main_path
 
 test-integration: setup
-	$(UNIT) -m long
+	$(UNIT) -m "long and not slow"
 	$(SIDE_BY_SIDE) -m "not slow and not main_path"
 
 test-all: setup

@@ -111,6 +111,7 @@ def test_number_of_workers_changes_no_step(
         assert [own.get(name) for name in names] == [row.get(name) for name in names]
 
 
+@pytest.mark.slow  # random histories change weights and sources too, without an engine
 def test_resumed_run_takes_other_weights_and_sources(words: Path, small_run: Callable[..., Any]) -> None:
     options = [REWARDS, "grpo.save_steps=2", *HELDOUT]
     _, folder = small_run("grows", mixture(words), *options, "grpo.max_steps=2")

@@ -22,7 +22,16 @@ from grpo_ray.models.adapters import (
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-NAMES = [*SMALL, *VARIANTS]
+QUICK = ("LORA", "OFT", "LN_TUNING", "TRAINABLE_TOKENS", "DoRA", "norms", "biases")
+"""Tried in each run of the tests; every other one is slow in sum, but for its merge."""
+
+
+def tried(mark: pytest.MarkDecorator) -> pytest.MarkDecorator:
+    """Parametrize a test with all types and variants, those that are not quick with a mark."""
+    names = [name if name in QUICK else pytest.param(name, marks=mark) for name in (*SMALL, *VARIANTS)]
+    return pytest.mark.parametrize("name", names)
+
+
 ROUNDING = 1e-4
 """Largest difference of log-probabilities, nats, of two ways to compute the same policy in float32."""
 
@@ -38,7 +47,7 @@ def test_every_type_is_tried() -> None:
     assert SMALL.keys() == peft_types().keys()
 
 
-@pytest.mark.parametrize("name", NAMES)
+@tried(pytest.mark.long)
 def test_merged_weights_are_those_that_the_learner_computes_with(policy: Path, name: str) -> None:
     model = moved(policy, name)
     expected, plain = logps(model), load(policy, tied=is_tied(name))
@@ -49,8 +58,8 @@ def test_merged_weights_are_those_that_the_learner_computes_with(policy: Path, n
     torch.testing.assert_close(logps(plain), expected, rtol=0, atol=ROUNDING)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
+@tried(pytest.mark.long)
 def test_merging_leaves_the_learner_as_it_was(policy: Path, name: str, dtype: str) -> None:
     model = moved(policy, name, dtype)
     objects = state(model)
@@ -66,7 +75,7 @@ def test_merging_leaves_the_learner_as_it_was(policy: Path, name: str, dtype: st
     assert torch.equal(logps(model), expected)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@tried(pytest.mark.slow)
 def test_proof_reads_the_weights_that_are_sent(policy: Path, name: str) -> None:
     model = moved(policy, name, "bfloat16")
     sent = dict(merged_weights(model))
@@ -75,7 +84,7 @@ def test_proof_reads_the_weights_that_are_sent(policy: Path, name: str) -> None:
     assert not sent
 
 
-@pytest.mark.parametrize("name", NAMES)
+@tried(pytest.mark.slow)
 def test_new_adapter_begins_as_the_policy(policy: Path, name: str) -> None:
     base = logps(load(policy, tied=is_tied(name)))
     model = adapted(load(policy, tied=is_tied(name)), name)
@@ -93,7 +102,7 @@ def test_type_begins_elsewhere_without_its_field(policy: Path, kind: str) -> Non
     assert starts_elsewhere(settings) and (logps(model) - logps(load(policy))).abs().max() > ROUNDING
 
 
-@pytest.mark.parametrize("name", NAMES)
+@tried(pytest.mark.slow)
 def test_saved_adapter_continues_in_another_process(policy: Path, name: str, tmp_path: Path) -> None:
     """The seed is that of the run; other random numbers were drawn since."""
     model = moved(policy, name)
@@ -107,7 +116,7 @@ def test_saved_adapter_continues_in_another_process(policy: Path, name: str, tmp
     assert all(torch.equal(weight, merged[each]) for each, weight in merged_weights(other))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@tried(pytest.mark.slow)
 def test_merged_policy_has_no_adapter(policy: Path, name: str) -> None:
     model = moved(policy, name)
     expected = {each: weight.clone() for each, weight in merged_weights(model)}
@@ -117,7 +126,7 @@ def test_merged_policy_has_no_adapter(policy: Path, name: str) -> None:
     assert all(torch.equal(found[each], expected[each].bfloat16()) for each in found)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@tried(pytest.mark.slow)
 def test_trained_weights_are_float32(policy: Path, name: str) -> None:
     model = adapted(load(policy, "bfloat16", tied=is_tied(name)), name)
     trained = [each for each in model.parameters() if each.requires_grad]
@@ -136,7 +145,7 @@ def without_weights(policy: Path, tied: bool) -> Any:
         return AutoModelForCausalLM.from_config(config)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@tried(pytest.mark.slow)
 def test_trial_without_weights_counts_the_trained_ones(policy: Path, name: str) -> None:
     counted = try_adapter(without_weights(policy, is_tied(name)), settings_of(name))
     if name in READS_WEIGHTS:
@@ -146,6 +155,7 @@ def test_trial_without_weights_counts_the_trained_ones(policy: Path, name: str) 
         assert counted == sum(each.numel() for each in model.parameters() if each.requires_grad)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", sorted(READS_WEIGHTS | MERGE_READS_WEIGHTS))
 def test_types_that_read_weights_cannot_be_tried_without(policy: Path, kind: str) -> None:
     from peft import get_peft_model
