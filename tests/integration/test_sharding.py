@@ -83,6 +83,7 @@ def test_two_workers_share_one_engine(small_run: Callable[..., Any]) -> None:
 
     # What a killed worker leaves under the name that vLLM itself gives; no other engine may stumble over it.
     shared = Path("/dev/shm")
+    others = set(shared.glob("*cpushm*"))  # of engines outside of these tests
     left = [file for rank in (0, 1) if not (file := shared / f"-tp:0-[0-1]-cpushm_{rank}").exists()]
     for file in left:
         file.touch()
@@ -91,7 +92,7 @@ def test_two_workers_share_one_engine(small_run: Callable[..., Any]) -> None:
         summary, folder = small_run(f"engine-{size}", *SETTINGS, f"grpo.vllm_tensor_parallel_size={size}")
         weights[size] = weights_of(summary.latest_checkpoint)
         assert max(row["engine/logprob_gap_mean"] for row in rows_of(folder)) < 1e-4
-    assert not [file for file in shared.glob("*cpushm*") if not file.name.startswith("-tp")]
+    assert not {*shared.glob("*cpushm*")} - others - set(left)
     for file in left:
         file.unlink()
     for name in weights[1]:
