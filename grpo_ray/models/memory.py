@@ -198,9 +198,9 @@ ADAPTER_COSTS: Mapping[str, tuple[float, float]] = {
     "SUPERTUNING": (1.0, 2.1), "TINYLORA": (0.8, 0.2), "UNILORA": (1.1, 0.2), "VBLORA": (1.1, 1.0),
     "VERA": (1.25, 0.7), "WAVEFT": (1.0, 4.2),
 }  # fmt: skip
-"""Type of `model.peft` -> kept activations of one layer, in terms of a layer's without an adapter, and bytes per weight
-of the layer that are kept whatever the number of tokens: whole weights that the type builds in each pass. Traced with
-ranks of 8 on layers of Qwen2.5's proportions; a larger rank needs more."""
+"""Type of `model.peft` -> activations of one layer, in terms of those with frozen weights, and bytes per weight of the
+layer that are kept whatever the number of tokens: whole weights that the type builds in each pass. Traced with ranks of
+8 on layers of Qwen2.5's proportions; a larger rank needs more. The estimate is 0.8 to 1.3 times a traced pass."""
 OTHER_ADAPTER = (1.6, 12.0)
 """The same for types that were not traced: as much as nearly all others need."""
 
@@ -628,8 +628,16 @@ class _Passes:
             return self.tokens * kept
         if adapter["type"] == "LORA":
             return self.tokens * (kept + ADAPTER_RANK * _rank(adapter))
-        factor, per_weight = ADAPTER_COSTS.get(adapter["type"], OTHER_ADAPTER)
+        factor, per_weight = self._adapter_costs
         return int(self.tokens * kept * factor + per_weight * self.shape.layer_parameters)
+
+    @property
+    def _adapter_costs(self) -> tuple[float, float]:
+        """Row of `ADAPTER_COSTS`; without an adapter and for LoRA, which `ADAPTER` describes, (1, 0)."""
+        adapter = self.config.model.adapter
+        if not adapter or adapter["type"] == "LORA":
+            return 1.0, 0.0
+        return ADAPTER_COSTS.get(adapter["type"], OTHER_ADAPTER)
 
     @property
     def kept(self) -> int:
@@ -683,7 +691,7 @@ class _Passes:
         weight_gradient = (
             0 if self.config.model.adapter or self._number_bytes == 4 else (self._number_bytes + 4) * weight
         )
-        gradients = self.tokens * self._sizes.backward.bytes(self.shape)
+        gradients = int(self.tokens * self._sizes.backward.bytes(self.shape) * max(1.0, self._adapter_costs[0]))
         return self._output_gradient + recomputed + gradients + weight_gradient + self._gathered + reduced
 
     @property

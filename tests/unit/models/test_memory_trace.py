@@ -1,7 +1,10 @@
 """The estimate against the memory that a pass of a small Qwen2 policy really allocates (`live_memory.py`)."""
 
+import dataclasses
+import json
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ from trl.kernels import chunked_logprob
 from trl.trainer import utils as trl_utils
 
 from grpo_ray.config.loader import load_config
+from grpo_ray.models.adapters import build_config, train_in_float32
 from grpo_ray.models.memory import TILE_COLUMNS, TILE_TOKENS, ModelShape, estimate_memory
 
 HIDDEN, QUERY, KEY, INTERMEDIATE, HEAD = 32, 32, 16, 160, 16
@@ -47,6 +51,20 @@ def build_policy(dtype: torch.dtype, lora: bool) -> torch.nn.Module:
     return get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", r=RANK, target_modules="all-linear"))
 
 
+def shape_of_policy() -> ModelShape:
+    return ModelShape(
+        parameters=sum(each.numel() for each in build_policy(torch.float32, lora=False).parameters()),
+        layers=LAYERS,
+        hidden_size=HIDDEN,
+        intermediate_size=INTERMEDIATE,
+        query_size=QUERY,
+        key_value_size=KEY,
+        vocabulary=32,
+        tied_embeddings=True,
+        context_length=TOKENS,
+    )
+
+
 def trace(rows: int, dtype: torch.dtype, *, lora: bool, autocast: bool, recompute: bool) -> Traced:
     """Run a pass over rows of TOKENS / rows tokens."""
     model = build_policy(dtype, lora).train()
@@ -78,18 +96,7 @@ CASES = {
 def test_estimate_is_within_a_tenth_of_a_traced_pass(case: str, recompute: bool, rows: int) -> None:
     overrides, dtype, lora, autocast = CASES[case]
     config = load_config(None, ["cluster.use_gpu=true", *overrides])
-    parameters = sum(each.numel() for each in build_policy(torch.float32, lora=False).parameters())
-    shape = ModelShape(
-        parameters=parameters,
-        layers=LAYERS,
-        hidden_size=HIDDEN,
-        intermediate_size=INTERMEDIATE,
-        query_size=QUERY,
-        key_value_size=KEY,
-        vocabulary=32,
-        tied_embeddings=True,
-        context_length=TOKENS,
-    )
+    shape = shape_of_policy()
     memory = estimate_memory(config, shape, sequence_length=TOKENS, tokens=TOKENS, gradient_checkpointing=recompute)
     traced = trace(rows, dtype, lora=lora, autocast=autocast, recompute=recompute)
     estimated = memory.kept_activations + memory.working_memory
@@ -97,6 +104,38 @@ def test_estimate_is_within_a_tenth_of_a_traced_pass(case: str, recompute: bool,
     # Beside what the layers keep, the end of the forward pass has the last norm's activations, part of working memory.
     last_norm = traced.kept - memory.kept_activations
     assert abs(last_norm) < 0.1 * traced.kept + 16 * TOKENS * HIDDEN, f"{memory.kept_activations / traced.kept:.3f}"
+
+
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "C3A": {"block_size": 16},
+    "LOHA": {},
+    "OFT": {"oft_block_size": 16},
+    "VERA": {"r": 16},
+}
+
+
+@pytest.mark.slow  # traced passes take seconds each on a busy machine
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("kind", ADAPTERS)
+def test_estimate_of_other_adapters_is_near_a_traced_pass(kind: str, recompute: bool) -> None:
+    settings = {"type": kind} | ADAPTERS[kind]
+    model = get_peft_model(build_policy(torch.bfloat16, lora=False), build_config(settings)).train()
+    train_in_float32(model)
+    if recompute:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.enable_input_require_grads()
+    config = load_config(None, ["cluster.use_gpu=true", f"model.peft={json.dumps(settings)}"])
+    shape = dataclasses.replace(
+        shape_of_policy(), adapter_parameters=sum(each.numel() for each in model.parameters() if each.requires_grad)
+    )
+    memory = estimate_memory(config, shape, sequence_length=TOKENS, tokens=TOKENS, gradient_checkpointing=recompute)
+    with LiveMemory([*model.parameters(), *model.buffers()]) as traced:
+        with torch.autocast("cpu", torch.bfloat16):
+            ids = torch.zeros(1, TOKENS, dtype=torch.long)
+            hidden = model.get_base_model().model(input_ids=ids, use_cache=False).last_hidden_state
+        hidden.float().sum().backward()
+    assert 0.8 < (memory.kept_activations + memory.working_memory) / traced.peak < 1.35
 
 
 def test_estimate_has_the_tile_of_the_output_layer() -> None:
