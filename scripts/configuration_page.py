@@ -13,7 +13,7 @@ from grpo_ray.config import vllm_fields
 from grpo_ray.config.checks import CHECKS
 from grpo_ray.config.fields import INTERNAL, FieldDescription, field_descriptions
 from grpo_ray.config.sampling import StructuredOutputs
-from grpo_ray.config.schema import SECTIONS, LoraConfig, SourceConfig
+from grpo_ray.config.schema import SECTIONS, AdapterOptimizerConfig, LoraConfig, SourceConfig
 from grpo_ray.config.trl_conditions import CONDITIONS
 from grpo_ray.config.trl_fields import OURS, PASSED, REFUSED, allowed_values, default_text, meaning
 
@@ -106,7 +106,8 @@ def render() -> str:
                 _table("data.train.<name>", nested),
             ]
         if section == "model":
-            parts += ["### model.lora\n", _docstring(LoraConfig), _table("model.lora", field_descriptions(LoraConfig))]
+            for name, cls in (("model.lora", LoraConfig), ("model.adapter_optimizer", AdapterOptimizerConfig)):
+                parts += [f"### {name}\n", _docstring(cls), _table(name, field_descriptions(cls))]
         if section == "rollout":
             parts += [
                 "### rollout.structured_outputs\n",

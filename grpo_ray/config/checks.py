@@ -482,12 +482,16 @@ def reference_is_the_first_policy(config: "Config") -> str | None:
     if not adapter or not config.grpo.trl.get("beta", 0.0):
         return None
     if starts_elsewhere(adapter) or moves_the_base(adapter):
-        name, value = STARTS_ELSEWHERE.get(adapter["type"], ("init_lora_weights", True))
-        remedy = f"set model.peft.{name}={override_text(value)}" if name else "choose another type"
+        name, value = STARTS_ELSEWHERE.get(adapter["type"], ("", None))
+        remedy = (
+            f"set model.peft.{name}={override_text(value)}"
+            if name
+            else "leave out bias and fields of its first weights"
+        )
         return (
-            f"grpo.beta={config.grpo.trl['beta']:g} does not go with model.peft.type={adapter['type']} here: the "
-            "reference is the policy without the adapter, and training would begin with another one; "
-            f"{remedy}, or grpo.beta=0"
+            f"grpo.beta={config.grpo.trl['beta']:g} does not go with these settings of model.peft.type="
+            f"{adapter['type']}: the reference is the policy without the adapter, and training would begin with "
+            f"another one, or train its biases too; {remedy}, or choose another type, or set grpo.beta=0"
         )
     return None
 

@@ -93,8 +93,14 @@ STARTS_ELSEWHERE: dict[str, tuple[str, Any]] = {
 }
 """Type whose update is not zero at the start -> the field and the value with which it is; ("", None) if none is."""
 
+INITIAL = ("init_lora_weights", "init_ia3_weights", "init_weights")
+"""Fields whose value false gives an adapter random weights, with an update that is not zero."""
+
 MOVES_THE_BASE = ("pissa", "olora")
-"""Beginnings of `init_lora_weights` that subtract the first update from the frozen weights, up to rounding."""
+"""Values of `init_lora_weights` that subtract the first update from the frozen weights, up to rounding."""
+
+LEAST = {"num_cayley_neumann_terms": 2, "psoft_alpha": 1, "vector_length": 1, "topk": 1}
+"""Field -> its least value, below which an adapter trains nothing or is not a number."""
 
 NO_LINEAR_LAYERS = frozenset({"LN_TUNING", "TRAINABLE_TOKENS", "BEFT"})
 """Types that do not adapt every linear layer, so that `target_modules` has no default."""
@@ -103,9 +109,11 @@ NO_LINEAR_LAYERS = frozenset({"LN_TUNING", "TRAINABLE_TOKENS", "BEFT"})
 PLAIN_LORA = frozenset({"type", "r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules", "use_rslora"})
 """Fields of LoRA with which each update is two matrices, and nothing else is trained."""
 
-NOT_SHARDED = frozenset({"DELORA", "FROD", "GLORA", "RANDLORA", "SUPERTUNING", "TINYLORA", "UNILORA", "VBLORA", "VERA"})
-"""Types that a sharded learner (`cluster.shard_learner`) cannot train: they keep tensors beside their weights, or share
-weights between layers, and accelerate cannot divide these over the workers."""
+NOT_SHARDED = frozenset(
+    {"DELORA", "FROD", "GLORA", "PSOFT", "RANDLORA", "SUPERTUNING", "TINYLORA", "UNILORA", "VBLORA", "VERA"}
+)
+"""Types that a sharded learner (`cluster.shard_learner`) cannot train: they keep tensors beside their weights, which
+accelerate does not send or divide, or share weights between layers."""
 
 
 @dataclass(frozen=True)
@@ -182,9 +190,24 @@ def find_mistake(kind: str, name: str, value: Any) -> str | None:
         return f"{path} {REFUSED_FIELDS[name]}"
     if isinstance(value, str | bool) and (name, value) in REFUSED_VALUES:
         return f"{path}={value!r} {REFUSED_VALUES[name, value]}"
+    if name == "init_lora_weights" and str(value).startswith("pissa_niter"):
+        return f"{path}={value!r} begins with random numbers that no export has; set {path}=pissa"
     field = peft_types()[kind][name]
     if field.types and not _fits(value, field):
         return f"{path}={value!r} must be {values_text(field.json_schema)}"
+    return _range_mistake(path, name, value)
+
+
+def _range_mistake(path: str, name: str, value: Any) -> str | None:
+    """Describe why a value of the right type is out of range, where PEFT would take it."""
+    if "dropout" in name and isinstance(value, int | float) and not isinstance(value, bool) and not 0 <= value < 1:
+        return f"{path}={value!r} must be a number of at least 0 and below 1"
+    if name in LEAST and isinstance(value, int | float) and value < LEAST[name]:
+        return f"{path}={value!r} must be at least {LEAST[name]}"
+    if name in ("token_indices", "trainable_token_indices") and value is not None and not value:
+        return f"{path}={value!r} must name at least one token"
+    if name == "modules_to_save" and isinstance(value, str):
+        return f"{path}={value!r} must be a list"
     return None
 
 
@@ -217,12 +240,17 @@ def peft_arguments(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def starts_elsewhere(settings: Mapping[str, Any]) -> bool:
     """Return whether the policy with its new adapter is another one than `model.path`, beyond rounding in float32."""
-    if settings["type"] not in STARTS_ELSEWHERE:
-        return False
-    name, value = STARTS_ELSEWHERE[settings["type"]]
-    return not name or settings.get(name) != value
+    kind = settings["type"]
+    if kind in STARTS_ELSEWHERE:
+        name, value = STARTS_ELSEWHERE[kind]
+        return not name or settings.get(name) != value
+    if any(not settings[name] for name in INITIAL if name in settings):
+        return True
+    if kind == "HRA":  # reflections undo each other in pairs
+        return bool(settings.get("apply_GS")) or int(settings.get("r", 8)) % 2 == 1
+    return kind == "DEFT" and bool(settings.get("para"))
 
 
 def moves_the_base(settings: Mapping[str, Any]) -> bool:
-    """Return whether the frozen weights under the adapter are others than those of `model.path`."""
-    return str(settings.get("init_lora_weights")).startswith(MOVES_THE_BASE)
+    """Return whether the weights under the adapter are others than those of `model.path`, or are trained too."""
+    return settings.get("init_lora_weights") in MOVES_THE_BASE or settings.get("bias", "none") != "none"

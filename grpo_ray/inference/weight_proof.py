@@ -27,7 +27,6 @@ from typing import Any
 
 import torch
 from peft import PeftModel
-from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import ModulesToSaveWrapper
 from torch.distributed.tensor import DTensor
@@ -36,7 +35,7 @@ from grpo_ray.distributed import all_gather_object
 from grpo_ray.errors import SyncError
 from grpo_ray.inference.weight_layout import LoadRecorder, Recorded, WeightLayout
 from grpo_ray.inference.weight_sums import add_sums, shard_sum, weight_sum
-from grpo_ray.models.adapters import merged_layer, saved_copy
+from grpo_ray.models.adapters import merged_layer, saved_copy, sharded_update
 
 Gather = Callable[[Any], list[Any]]
 """Collects the objects of several workers, by rank; collective."""
@@ -76,9 +75,9 @@ def learner_weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]
         weight: torch.Tensor = copies.get(id(parameter), parameter)
         if id(parameter) in owners:
             layer, attribute = owners[id(parameter)]
-            update = _plain_update(layer, attribute)
+            update = sharded_update(layer)
             if update is not None:
-                weight = weight.float() + _laid_out_as(weight, update)
+                weight = weight.float() + update if attribute == "weight" else weight
             else:
                 if layer is not merged_of:  # a layer's parameters follow each other
                     with merged_layer(layer) as base:
@@ -99,24 +98,6 @@ def _saved_copies(policy: torch.nn.Module) -> dict[int, torch.nn.Parameter]:
             originals = dict(wrapper.original_module.named_parameters())
             copies |= {id(originals[name]): copy for name, copy in saved_copy(wrapper).named_parameters()}
     return copies
-
-
-def _plain_update(layer: Any, attribute: str) -> torch.Tensor | None:
-    """Return the update of a sharded weight with plain LoRA, which needs no gathered copy; None for all others."""
-    weight = layer.get_base_layer().weight
-    if attribute != "weight" or not isinstance(weight, DTensor) or not isinstance(layer, LoraLayer):
-        return None
-    (adapter,) = layer.active_adapters
-    if adapter in layer.lora_variant:
-        return None
-    linear: Any = layer
-    update: torch.Tensor = linear.get_delta_weight(adapter)
-    return update
-
-
-def _laid_out_as(weight: torch.Tensor, update: torch.Tensor) -> torch.Tensor:
-    """Return an adapter's update of a weight, sharded as the weight is: gathered if the weight is whole."""
-    return update.full_tensor() if isinstance(update, DTensor) and not isinstance(weight, DTensor) else update
 
 
 class WeightProof:

@@ -142,7 +142,8 @@ def is_noisy(model: torch.nn.Module) -> bool:
     """Return True if two forward passes in training mode differ: dropout, dropped layers, a router's jitter."""
     for module in model.modules():
         rates = [value for name, value in vars(module).items() if "drop" in name or "jitter" in name]
-        if isinstance(module, DropoutLayer):
+        rates += [rate for each in rates if isinstance(each, dict) for rate in each.values()]  # adapters of PEFT
+        if isinstance(module, DropoutLayer) or type(module).__name__ == "MultiplicativeDropoutLayer":
             rates.append(module.p)
         if any(isinstance(rate, float) and rate > 0 for rate in rates):
             return True

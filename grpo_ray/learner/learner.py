@@ -59,7 +59,7 @@ from grpo_ray.learner.exact_savings import LossSettings, SavingsPlan, can_pack, 
 from grpo_ray.learner.forward_pass import score_rows, score_tokens
 from grpo_ray.learner.micro_batches import plan_micro_batches, scale_metrics
 from grpo_ray.learner.passes import Layout, PassLimit, fewest_passes, split_rows
-from grpo_ray.learner.resume import OptimizerSettings, ResumedSettings
+from grpo_ray.learner.resume import OptimizerSettings, ResumedSettings, move_named_state
 from grpo_ray.learner.rollouts.assembly import LearnerParts, build_collector
 from grpo_ray.learner.rollouts.collector import LossNeeds
 from grpo_ray.learner.rollouts.group_batches import GroupBatches
@@ -470,6 +470,8 @@ class Learner(GRPOTrainer):
         if self.config.cluster.shard_learner:
             load_optimizer(Path(checkpoint), self.model, self.optimizer.optimizer)
             self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint, SCHEDULER), weights_only=True))
+        if self.config.model.adapter_optimizer:
+            move_named_state(self.optimizer, self.accelerator.device)
         if self.state.global_step == 0:
             self.lr_scheduler.load_state_dict(beginning)
         settings.apply(self.optimizer, self.lr_scheduler)

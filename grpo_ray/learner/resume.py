@@ -42,6 +42,16 @@ class OptimizerSettings:
                 group["lr"] = rate
 
 
+def move_named_state(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    """Move the state that an optimizer keeps under names to a device; torch moves only that of parameters.
+
+    PEFT's optimizer for LoRA-FA has such names.
+    """
+    for key, state in optimizer.state.items():
+        if isinstance(key, str):
+            state.update({name: each.to(device) for name, each in state.items() if isinstance(each, torch.Tensor)})
+
+
 class ResumedSettings(TrainerCallback):
     """Callback that restores the config's intervals of reports and checkpoints, which a checkpoint overwrites."""
 

@@ -3,7 +3,9 @@
 import json
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from peft import PeftConfig, PeftModel
@@ -61,6 +63,8 @@ def read_adapter_config(folder: str | Path) -> PeftConfig:
             raise ValueError("it is no adapter of a named policy")
         fields = peft_types()[kind].keys() - REFUSED_FIELDS.keys()
         given = {name: value for name, value in settings.items() if name in fields}
+        if kind == "IA3":
+            given["feedforward_modules"] = _whole_names(given)
         config = build_config(check_peft_settings({"type": kind, **given}))
     except (ConfigError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} is damaged: {' '.join(repr(error).split())[:200]}") from None
@@ -69,6 +73,14 @@ def read_adapter_config(folder: str | Path) -> PeftConfig:
         if settings[name] and settings[name] != defaults.get(name):
             raise CheckpointError(f"{path} sets {name}={settings[name]!r}, which adapters of grpo_ray never have")
     return config
+
+
+def _whole_names(settings: Mapping[str, Any]) -> list[str] | str | None:
+    """Return IA3's `feedforward_modules` as PEFT accepts them: it saves whole names of the layers, but not of these."""
+    targets, ends = settings.get("target_modules"), settings.get("feedforward_modules")
+    if not isinstance(targets, list) or not isinstance(ends, list):
+        return ends
+    return [name for name in targets if any(name == end or name.endswith(f".{end}") for end in ends)]
 
 
 def base_policy_path(adapter: str, run: RunFolder, scratch: str) -> str:

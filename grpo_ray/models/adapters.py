@@ -13,6 +13,7 @@ import torch
 from peft import PeftConfig, PeftModel, get_peft_model
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from peft.optimizers import create_lorafa_optimizer, create_loraplus_optimizer
+from peft.tuners.lora import Linear as LoraLinear
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import AuxiliaryTrainingWrapper, ModulesToSaveWrapper, TrainableTokensWrapper
 from torch.distributed.tensor import DTensor
@@ -25,6 +26,8 @@ TASK = "CAUSAL_LM"
 
 READS_WEIGHTS = frozenset({"BOFT", "FROD", "UNILORA", "SHIRA"})
 """Types whose adapter cannot be built on torch's meta device."""
+PLACES = ("target_modules", "exclude_modules", "modules_to_save", "layers_to_transform", "layers_pattern", "bias")
+"""Fields that choose what is trained, which LoRA has too."""
 MERGE_READS_WEIGHTS = frozenset({"VBLORA", "HIRA", "WAVEFT", "PEANUT"})
 """Types that can be built there, but not merged."""
 
@@ -50,7 +53,7 @@ def build_config(settings: Mapping[str, Any]) -> PeftConfig:
     kind = settings["type"]
     try:
         config: PeftConfig = PEFT_TYPE_TO_CONFIG_MAPPING[kind](task_type=TASK, **peft_arguments(settings))
-    except (ValueError, TypeError, ImportError) as error:
+    except Exception as error:  # settings reach regular expressions and divisions, each with errors of its own
         raise ConfigError(f"model.peft: PEFT does not accept the settings of {kind}: {_first_line(error)}") from None
     return config
 
@@ -59,8 +62,8 @@ def try_adapter(policy: Any, settings: Mapping[str, Any]) -> int | None:
     """Give a policy on torch's meta device an adapter, merge it, and count the parameters that are trained.
 
     Returns:
-        The number of trained parameters; None for a type that reads the weights to build its adapter, of which nothing
-        but the settings is tried.
+        The number of trained parameters; None for a type that reads the weights to build its adapter. Of such a type
+        only the places of its layers are tried, with LoRA.
 
     Raises:
         ConfigError: PEFT cannot adapt the policy, the adapter cannot be merged, or it changes the output layer.
@@ -68,19 +71,35 @@ def try_adapter(policy: Any, settings: Mapping[str, Any]) -> int | None:
     kind = settings["type"]
     adapter = build_config(settings)
     if kind in READS_WEIGHTS:
-        return None
+        adapter = build_config({"type": "LORA"} | {name: settings[name] for name in PLACES if name in settings})
     try:
         with torch.device("meta"):
             model = get_peft_model(policy, adapter)
         trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
         require_plain_output_layer(policy)
+        if kind in READS_WEIGHTS:
+            return None
+        if kind == "TRAINABLE_TOKENS":
+            require_embeddings(policy)
         if kind not in MERGE_READS_WEIGHTS:
             for module in policy.modules():
                 if isinstance(module, BaseTunerLayer):
                     module.merge()
-    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
+    except ConfigError:
+        raise
+    except Exception as error:  # settings reach regular expressions and divisions, each with errors of its own
         raise ConfigError(f"model.peft: PEFT cannot adapt the policy with {kind}: {_first_line(error)}") from None
     return trained
+
+
+def require_embeddings(policy: Any) -> None:
+    """Require that the adapted layers are embeddings, whose rows are those of tokens. Raises ConfigError."""
+    for name, module in policy.named_modules():
+        if isinstance(module, BaseTunerLayer) and not isinstance(module.get_base_layer(), torch.nn.Embedding):
+            raise ConfigError(
+                f"model.peft.type=TRAINABLE_TOKENS trains rows of embeddings, and {name} is none; set "
+                "model.peft.target_modules=[embed_tokens]"
+            )
 
 
 def require_plain_output_layer(policy: Any) -> None:
@@ -167,7 +186,12 @@ def _own_parameters(module: torch.nn.Module) -> Iterator[Merged]:
     """Yield the parameters of a module itself or, if it is adapted, those of the layer that it replaces."""
     if isinstance(module, TrainableTokensWrapper):
         module = module.token_adapter
-    if isinstance(module, BaseTunerLayer):
+    update = sharded_update(module)
+    if update is not None:
+        for name, parameter in module.get_base_layer().named_parameters():
+            whole = _unsharded(parameter)
+            yield name, whole.float() + _unsharded(update) if name == "weight" else whole, parameter
+    elif isinstance(module, BaseTunerLayer):
         originals = dict(module.get_base_layer().named_parameters())
         with merged_layer(module) as layer:
             for name, weight in layer.named_parameters():
@@ -179,6 +203,21 @@ def _own_parameters(module: torch.nn.Module) -> Iterator[Merged]:
     else:
         for name, parameter in module.named_parameters(recurse=False):
             yield name, _unsharded(parameter), parameter
+
+
+def sharded_update(layer: Any) -> torch.Tensor | None:
+    """Return the update of a sharded weight with plain LoRA, as a DTensor; None for every other layer.
+
+    It is multiplied from shards, in another order than whole matrices would be, so the weights that are sent and those
+    that the proof reads both take it from here.
+    """
+    if not isinstance(layer, LoraLinear) or not isinstance(layer.get_base_layer().weight, DTensor):
+        return None
+    (adapter,) = layer.active_adapters
+    if adapter in layer.lora_variant or layer.lora_bias[adapter]:
+        return None
+    update: torch.Tensor = layer.get_delta_weight(adapter)
+    return update
 
 
 def is_adapted(module: torch.nn.Module) -> bool:

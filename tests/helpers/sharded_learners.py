@@ -109,6 +109,44 @@ def train_adapters(rank: int, folder: str, names: Sequence[str], shard: bool) ->
     return found
 
 
+def compare_wide_lora(rank: int) -> float:
+    """Return the largest difference of the weights that are sent and those that the proof reads, of a sharded policy.
+
+    Its layers are so wide that a product of shards is a sum over the workers.
+    """
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor
+    from transformers import AutoModelForCausalLM, Qwen2Config
+
+    from grpo_ray.inference.weight_proof import learner_weights
+    from grpo_ray.models.adapters import merged_weights
+
+    torch.distributed.init_process_group("gloo")
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        hidden_size=896, intermediate_size=1792, num_hidden_layers=1, num_attention_heads=14, num_key_value_heads=2,
+        vocab_size=64,
+    )  # fmt: skip
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(
+        AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16), LoraConfig(r=64, target_modules="all-linear")
+    )
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.02)
+    fully_shard(model, mesh=init_device_mesh("cpu", (int(os.environ["WORLD_SIZE"]),)))
+    sent = {name: weight.clone() for name, weight in merged_weights(model)}
+    worst = 0.0
+    for name, weight in learner_weights(model):
+        whole = weight.full_tensor() if isinstance(weight, DTensor) else weight
+        worst = max(worst, float((whole - sent.pop(name)).abs().max()))
+    assert not sent
+    return worst
+
+
 def held_gradients(model: Any) -> tuple[set[str], float]:
     """Return the kinds of a model's gradients, and the share of their numbers that this worker holds."""
     from torch.distributed.tensor import DTensor

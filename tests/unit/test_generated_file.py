@@ -1,8 +1,10 @@
 """Tests of the command line of the generators, `scripts/generated_file.py`."""
 
+import ast
 from pathlib import Path
 
 import configuration_page
+import notebook_code
 import pytest
 import vllm_field_table
 from generated_file import ROOT, output_parser
@@ -29,6 +31,13 @@ def test_unknown_argument_is_refused(argument: str, tmp_path: Path, monkeypatch:
     with pytest.raises(SystemExit) as end:
         configuration_page.main([argument])
     assert end.value.code == 2 and list(tmp_path.iterdir()) == []
+
+
+def test_notebook_code_parses(tmp_path: Path) -> None:
+    assert notebook_code.main([str(tmp_path / "code")]) == 0
+    files = sorted((tmp_path / "code").glob("*.py"))
+    assert [file.stem for file in files] == [path.stem for path in sorted(notebook_code.NOTEBOOKS.glob("*.ipynb"))]
+    assert all(ast.parse(file.read_text()).body for file in files)
 
 
 def test_vllm_field_table_without_a_folder_is_refused(tmp_path: Path) -> None:

@@ -51,6 +51,11 @@ class Fixed:
     """Returns whether the recorded value and the new one mean the same."""
 
 
+def _has_same_name(old: Mapping[str, Any] | None, new: Mapping[str, Any] | None) -> bool:
+    """Return whether two sections, or none, have the same name; their other fields may change."""
+    return (old or {}).get("name") == (new or {}).get("name")
+
+
 _LEDGER = "the ledger counts the problems used so far in terms of it"
 _OPTIMIZER = "the checkpoint holds the optimizer's state in terms of it"
 _MEASURED = "the run's checkpoints were measured with it, and their ranking compares the results"
@@ -59,7 +64,7 @@ FIXED: dict[str, Fixed] = {
     "model.path": Fixed(reason="the checkpoint holds the weights of another policy"),
     "model.lora": Fixed(reason="the checkpoint holds other weights", in_checkpoint=True),
     "model.peft": Fixed(reason="the checkpoint holds other weights", in_checkpoint=True),
-    "model.adapter_optimizer.name": Fixed(reason=_OPTIMIZER, in_checkpoint=True),
+    "model.adapter_optimizer": Fixed(reason=_OPTIMIZER, in_checkpoint=True, is_same=_has_same_name),
     "cluster.shard_learner": Fixed(reason=_OPTIMIZER, in_checkpoint=True),
     "data.train": Fixed(reason=_LEDGER, is_same=_is_compared_by_contents),
     "data.limit": Fixed(reason=_LEDGER),

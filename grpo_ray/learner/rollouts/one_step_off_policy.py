@@ -90,8 +90,8 @@ def require_deterministic_model(model: torch.nn.Module, device: torch.device) ->
     if device.type == "cpu" and is_noisy(model):
         raise ConfigError(
             "grpo.generate_ahead=true: on the CPU the learner's dropout and the engine would draw from the same "
-            "generator at the same time, so no run could be repeated; set the model's dropout (model.lora.dropout) to "
-            "0, or grpo.generate_ahead=false"
+            "generator at the same time, so no run could be repeated; set the dropout of the model, or of its adapter, "
+            "to 0, or grpo.generate_ahead=false"
         )
 
 

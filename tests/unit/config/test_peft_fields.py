@@ -25,6 +25,11 @@ from grpo_ray.errors import ConfigError
         ("{type: LORA, init_lora_weights: eva}", "model.peft.init_lora_weights='eva' needs a pass over data"),
         ("{type: VBLORA, save_only_topk_weights: true}", "save_only_topk_weights=True writes checkpoints"),
         ("{type: LORA, inference_mode: true}", "model.peft.inference_mode is derived"),
+        ("{type: LORA, lora_dropout: 1.5}", "model.peft.lora_dropout=1.5 must be a number of at least 0 and below 1"),
+        ("{type: OFT, num_cayley_neumann_terms: 1}", "model.peft.num_cayley_neumann_terms=1 must be at least 2"),
+        ("{type: LORA, trainable_token_indices: []}", "trainable_token_indices=[] must name at least one token"),
+        ("{type: LN_TUNING, target_modules: [norm], modules_to_save: norm}", "modules_to_save='norm' must be a list"),
+        ("{type: LORA, init_lora_weights: pissa_niter_4}", "begins with random numbers that no export has"),
         ("{type: LN_TUNING}", "model.peft.type=LN_TUNING does not adapt every linear layer; set"),
     ],
 )
@@ -51,6 +56,34 @@ def test_peft_arguments_adapt_every_linear_layer_by_default() -> None:
     assert peft_arguments({"type": "OFT", "r": 4}) == {"r": 4, "target_modules": "all-linear"}
     assert peft_arguments({"type": "LN_TUNING", "target_modules": ["norm"]}) == {"target_modules": ["norm"]}
     assert peft_arguments({"type": "FROD"}) == {"target_modules": "all-linear", "progressbar": False}
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_refused"),
+    [
+        ({"type": "LORA"}, False),
+        ({"type": "LORA", "init_lora_weights": "gaussian"}, False),
+        ({"type": "LORA", "init_lora_weights": False}, True),
+        ({"type": "LORA", "init_lora_weights": "olora"}, True),
+        ({"type": "LORA", "bias": "all"}, True),
+        ({"type": "HRA"}, False),
+        ({"type": "HRA", "r": 7}, True),
+        ({"type": "DEFT", "para": True}, True),
+        ({"type": "FOURIERFT"}, True),
+        ({"type": "FOURIERFT", "init_weights": True}, False),
+        ({"type": "VBLORA"}, True),
+    ],
+    ids=str,
+)
+def test_reference_must_be_the_first_policy(settings: dict[str, object], is_refused: bool) -> None:
+    def build() -> object:
+        return from_mapping({"model": {"peft": settings}, "grpo": {"beta": 0.1}})
+
+    if is_refused:
+        with pytest.raises(ConfigError, match="the reference is the policy without the adapter"):
+            build()
+    else:
+        build()
 
 
 def test_lora_is_the_short_form() -> None:

@@ -17,6 +17,7 @@ from grpo_ray.learner.exact_savings import (
 )
 from grpo_ray.learner.passes import PassLimit
 from grpo_ray.learner.sync_check import ImportanceSampling
+from grpo_ray.models.adapters import build_config
 
 
 def llama(**changed: Any) -> LlamaForCausalLM:
@@ -128,6 +129,24 @@ def test_is_noisy_dropout_of_model_or_adapter_true() -> None:
     for rate in (0.0, 0.1):
         adapter = LoraConfig(target_modules=["q_proj"], lora_dropout=rate)
         assert is_noisy(get_peft_model(llama(), adapter)) == bool(rate)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"type": "LOHA", "rank_dropout": 0.1},
+        {"type": "LOKR", "module_dropout": 0.1},
+        {"type": "BOFT", "boft_dropout": 0.1},
+        {"type": "OFT", "module_dropout": 0.1},
+    ],
+    ids=str,
+)
+def test_is_noisy_dropout_of_any_adapter_true(settings: dict[str, Any]) -> None:
+    from peft import get_peft_model
+
+    quiet = {"type": settings["type"]}
+    assert is_noisy(get_peft_model(llama(), build_config(settings)))
+    assert not is_noisy(get_peft_model(llama(), build_config(quiet)))
 
 
 def test_has_relative_positions_plain_rotation_true() -> None:

@@ -1,6 +1,7 @@
 """Tests of adapters: each type that is not refused is merged exactly, and the learner stays as it is."""
 
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from adapters import SMALL, VARIANTS, adapted, is_tied, load, logps, move, setti
 from grpo_ray.config.peft_fields import moves_the_base, peft_types, starts_elsewhere
 from grpo_ray.errors import ConfigError
 from grpo_ray.inference.weight_proof import learner_weights
+from grpo_ray.models.adapter_folders import read_adapter_config
 from grpo_ray.models.adapters import (
     MERGE_READS_WEIGHTS,
     READS_WEIGHTS,
@@ -22,7 +24,7 @@ from grpo_ray.models.adapters import (
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-QUICK = ("LORA", "OFT", "LN_TUNING", "TRAINABLE_TOKENS", "DoRA", "norms", "biases")
+QUICK = ("LORA", "OFT", "IA3", "LN_TUNING", "TRAINABLE_TOKENS", "DoRA", "norms", "biases")
 """Tried in each run of the tests; every other one is slow in sum, but for its merge."""
 
 
@@ -89,6 +91,7 @@ def test_new_adapter_begins_as_the_policy(policy: Path, name: str) -> None:
     base = logps(load(policy, tied=is_tied(name)))
     model = adapted(load(policy, tied=is_tied(name)), name)
     assert starts_elsewhere(settings_of(name)) == bool((logps(model) - base).abs().max() > ROUNDING)
+    move(model)  # trains its biases too, if it has any
     with model.disable_adapter():
         assert moves_the_base(settings_of(name)) == bool((logps(model) - base).abs().max() > ROUNDING)
 
@@ -114,6 +117,22 @@ def test_saved_adapter_continues_in_another_process(policy: Path, name: str, tmp
     assert all(torch.equal(weight, state(model)[each]) for each, weight in state(other).items())
     merged = dict(merged_weights(model))
     assert all(torch.equal(weight, merged[each]) for each, weight in merged_weights(other))
+
+
+@tried(pytest.mark.slow)
+def test_saved_adapter_is_merged_by_an_export(policy: Path, name: str, tmp_path: Path) -> None:
+    """An export reads the saved config as a stranger's, and knows no seed."""
+    from peft import PeftModel
+
+    model = moved(policy, name)
+    model.save_pretrained(tmp_path)
+    settings = json.loads((tmp_path / "adapter_config.json").read_text())
+    (tmp_path / "adapter_config.json").write_text(json.dumps(settings | {"base_model_name_or_path": "policy"}))
+    torch.manual_seed(11)
+    base = load(policy, tied=is_tied(name))
+    other = PeftModel.from_pretrained(base, tmp_path, config=read_adapter_config(tmp_path))
+    expected = dict(merged_weights(model))
+    assert all(torch.equal(weight, expected[each]) for each, weight in merged_weights(other))
 
 
 @tried(pytest.mark.slow)
@@ -183,6 +202,14 @@ def test_types_that_read_weights_cannot_be_tried_without(policy: Path, kind: str
         ({"type": "ROAD", "group_size": 48}, "with ROAD: .*divisible by group_size"),
         ({"type": "LORA", "r": 0}, "with LORA: .*r.* should be a positive integer"),
         ({"type": "OFT", "r": 8, "oft_block_size": 8}, "does not accept the settings of OFT"),
+        ({"type": "LORA", "target_modules": "q_proj("}, "with LORA: "),
+        ({"type": "VERA", "r": 0}, "with VERA: "),
+        ({"type": "BOFT", "target_modules": ["qproj"]}, "with BOFT: Target modules .*qproj.* not found"),
+        ({"type": "SHIRA", "target_modules": ["lm_head"]}, "the output layer.*cannot have an adapter"),
+        (
+            {"type": "TRAINABLE_TOKENS", "token_indices": [3], "target_modules": ["q_proj"]},
+            "trains rows of embeddings, and model.layers.0.self_attn.q_proj is none",
+        ),
     ],
     ids=str,
 )

@@ -55,6 +55,21 @@ def test_require_same_fields_default_written_out_is_no_change() -> None:
     assert refusal(load_config().to_dict(), "grpo.num_iterations=1", "grpo.sync_ref_model=false") is None
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "is_same"),
+    [
+        ("null", "null", True),
+        ("{name: loraplus, ratio: 16}", "{name: loraplus, ratio: 8}", True),
+        ("null", "{name: loraplus}", False),
+        ("{name: lorafa}", "{name: loraplus}", False),
+    ],
+)
+def test_require_same_fields_optimizer_of_an_adapter(old: str, new: str, is_same: bool) -> None:
+    recorded = load_config(None, ["model.lora={}", f"model.adapter_optimizer={old}"]).to_dict()
+    message = refusal(recorded, "model.lora={}", f"model.adapter_optimizer={new}", is_other_run=True)
+    assert message is None if is_same else str(message).startswith("model.adapter_optimizer=")
+
+
 def test_require_same_fields_moved_files_are_no_change() -> None:
     recorded = load_config(None, ["data.train=/jobs/one/problems.jsonl"]).to_dict()
     assert refusal(recorded, "data.train=/jobs/two/problems.jsonl") is None  # their contents are compared later
