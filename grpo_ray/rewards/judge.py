@@ -229,6 +229,7 @@ class Judge:
         Raises RewardError if no question can succeed.
         """
         import openai
+        from openai.types.chat import ChatCompletion
 
         used = [0, 0]
         reason = ""
@@ -246,7 +247,6 @@ class Judge:
                     max_tokens=self.max_tokens,
                     temperature=self.temperature,
                 )
-                response = raw.parse()
             except (openai.AuthenticationError, openai.PermissionDeniedError, openai.NotFoundError) as error:
                 raise RewardError(
                     f"judge: the endpoint refuses the model {self.model!r} or the key in {self.api_key_variable} "
@@ -259,10 +259,16 @@ class Judge:
                 reason = type(error).__name__
                 break
             left -= 1 + raw.retries_taken
-            if response.usage is not None:
-                used = [used[0] + response.usage.prompt_tokens, used[1] + response.usage.completion_tokens]
-            text = response.choices[0].message.content if response.choices else None
-            scores = self.read_scores(text or "", len(question.rows))
+            try:
+                response = raw.parse()
+            except (openai.APIError, ValueError):  # a body that is not JSON, or not of this form
+                response = None
+            if not isinstance(response, ChatCompletion):  # a page of a proxy, or another document
+                reason = "its answer is not OpenAI's"
+                continue
+            counts = [getattr(response.usage, name, None) for name in ("prompt_tokens", "completion_tokens")]
+            used = [sum(pair) for pair in zip(used, (each or 0 for each in counts), strict=True)]
+            scores = self.read_scores(_text_of(response), len(question.rows))
             if scores is not None:
                 return Answer(tuple(scores), *used)
             reason = "its answer has no scores"
@@ -281,6 +287,15 @@ class Judge:
         if not all(type(each) in (int, float) and self.lowest <= each <= self.highest for each in scores):
             return None
         return [(each - self.lowest) / (self.highest - self.lowest) for each in scores]
+
+
+def _text_of(response: Any) -> str:
+    """Return the text of an answer; "" if a part of it is missing, which the client does not check."""
+    try:
+        text = response.choices[0].message.content
+    except (AttributeError, IndexError, TypeError):
+        return ""
+    return text if isinstance(text, str) else ""
 
 
 def _row_key(question: Question, place: int) -> str:

@@ -11,8 +11,8 @@ from typing import Any
 
 from http_server import Server, serving
 
-Reply = str | int | None
-"""Text of an answer, an HTTP status, or None for a request that is never answered."""
+Reply = str | bytes | int | None
+"""Text of an answer, the whole body of one, an HTTP status, or None for a request that is never answered."""
 
 
 @dataclass
@@ -60,6 +60,7 @@ def judge_server(reply: Callable[[str, int], Reply]) -> Iterator[JudgeServer]:
                 "usage": {"prompt_tokens": 1000, "completion_tokens": 100, "total_tokens": 1100},
             }  # fmt: skip
             data = json.dumps({"error": {"message": "no"}} if isinstance(answer, int) else content).encode()
+            data = answer if isinstance(answer, bytes) else data
             self.send_response(answer if isinstance(answer, int) else 200)
             self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(data)))

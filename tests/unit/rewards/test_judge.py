@@ -174,6 +174,18 @@ def test_attempts_limit_the_requests_for_one_question(attempts: int) -> None:
     assert len(server.requests) == attempts
 
 
+@pytest.mark.parametrize(
+    "body",
+    [b"<html>Sign in</html>", b"", b"{", b"[]", b"{}", b'"text"', b"null", b'{"choices": [{}], "usage": {}}',
+     b'{"choices": [{"message": {"content": [1]}}], "usage": {"prompt_tokens": null}}'],
+    ids=repr,
+)  # fmt: skip
+def test_answer_that_is_not_of_the_protocol_gives_no_reward(body: bytes) -> None:
+    with judge_server(lambda user, number: body) as server:
+        assert ask(judge(server, attempts=2), "a") == [None]
+    assert len(server.requests) == 2
+
+
 def test_slow_judge_gives_no_reward() -> None:
     with judge_server(lambda user, number: None) as server:
         assert ask(judge(server, attempts=1, timeout=0.2), "a") == [None]
