@@ -54,7 +54,7 @@ SIDE_BY_SIDE := $(INTEGRATION) -n 2 --dist loadfile --no-loadscope-reorder
 
 test: setup
 	$(UNIT) -m "not slow and not long"
-	$(SIDE_BY_SIDE) -m main_path
+	$(SIDE_BY_SIDE) -m "main_path and not slow"
 
 test-integration: setup
 	$(UNIT) -m "long and not slow"
