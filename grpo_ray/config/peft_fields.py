@@ -18,12 +18,11 @@ compares it with the installed release.
 import functools
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from grpo_ray.config.fields import VALUES, values_text
+from grpo_ray.config.json_fields import JsonField
 from grpo_ray.config.similar_names import suggestion
 from grpo_ray.errors import ConfigError
 
@@ -116,32 +115,14 @@ NOT_SHARDED = frozenset(
 accelerate does not send or divide, or share weights between layers."""
 
 
-@dataclass(frozen=True)
-class PeftField:
-    """Field of a type's config."""
-
-    types: tuple[str, ...] = ()
-    """JSON types; empty if they are not checked."""
-    values: tuple[str, ...] = ()
-    """Texts of an enumeration; empty for any text."""
-
-    @property
-    def json_schema(self) -> dict[str, Any]:
-        """JSON schema of the allowed values."""
-        forms = [{"type": kind} for kind in self.types if kind not in ("array", "string")]
-        texts = [{"enum": list(self.values)}] if self.values else [{"type": "string"}] if "string" in self.types else []
-        lists = [{VALUES: "a list"}] if "array" in self.types else []
-        return {"anyOf": [*texts, *lists, *forms]}
-
-
 @functools.cache
-def peft_types() -> Mapping[str, Mapping[str, PeftField]]:
+def peft_types() -> Mapping[str, Mapping[str, JsonField]]:
     """Read peft_fields.json: type -> name of a field -> description."""
     rows = json.loads(DATA.read_text(encoding="utf-8"))["types"]
     return MappingProxyType(
         {
             kind: MappingProxyType(
-                {name: PeftField(**{key: tuple(value) for key, value in row.items()}) for name, row in fields.items()}
+                {name: JsonField(**{key: tuple(value) for key, value in row.items()}) for name, row in fields.items()}
             )
             for kind, fields in rows.items()
         }
@@ -193,8 +174,8 @@ def find_mistake(kind: str, name: str, value: Any) -> str | None:
     if name == "init_lora_weights" and str(value).startswith("pissa_niter"):
         return f"{path}={value!r} begins with random numbers that no export has; set {path}=pissa"
     field = peft_types()[kind][name]
-    if field.types and not _fits(value, field):
-        return f"{path}={value!r} must be {values_text(field.json_schema)}"
+    if not field.fits(value):
+        return f"{path}={value!r} must be {field.allowed}"
     return _range_mistake(path, name, value)
 
 
@@ -209,21 +190,6 @@ def _range_mistake(path: str, name: str, value: Any) -> str | None:
     if name == "modules_to_save" and isinstance(value, str):
         return f"{path}={value!r} must be a list"
     return None
-
-
-_CLASSES: dict[str, Any] = {
-    "boolean": bool, "integer": int, "number": (int, float), "string": str, "object": dict, "array": (list, tuple),
-    "null": type(None),
-}  # fmt: skip
-
-
-def _fits(value: Any, field: PeftField) -> bool:
-    """Return whether a value has one of the field's types, and is one of its values if it is text."""
-    if isinstance(value, str) and field.values:
-        return value in field.values
-    if isinstance(value, bool):
-        return "boolean" in field.types
-    return any(isinstance(value, _CLASSES[kind]) for kind in field.types)
 
 
 def peft_arguments(settings: Mapping[str, Any]) -> dict[str, Any]:

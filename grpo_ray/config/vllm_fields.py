@@ -20,7 +20,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from grpo_ray.config.fields import values_text
+from grpo_ray.config.json_fields import JsonField
 from grpo_ray.config.similar_names import suggestion
 from grpo_ray.errors import ConfigError
 
@@ -97,21 +97,11 @@ REFUSED_VALUES: dict[tuple[str, Any], str] = {
 
 
 @dataclass(frozen=True)
-class VllmField:
+class VllmField(JsonField):
     """Argument of vLLM's engine."""
 
-    types: tuple[str, ...] = ()
-    """JSON types; empty if they are not checked."""
-    values: tuple[str, ...] = ()
-    """Values of an enumeration; empty for any text."""
     only: tuple[str, ...] = ()
     """Releases that have it; empty if all releases of the table do."""
-
-    @property
-    def json_schema(self) -> dict[str, Any]:
-        """JSON schema of the allowed values."""
-        forms = [{"type": kind} for kind in self.types if not (kind == "string" and self.values)]
-        return {"anyOf": [*([{"enum": list(self.values)}] if self.values else []), *forms]}
 
 
 @functools.cache
@@ -148,8 +138,8 @@ def find_mistake(name: str, value: Any) -> str | None:
         allowed = sorted(set(vllm_fields()) - set(OURS) - set(REFUSED))
         return f"engine.vllm.{name} is not an argument of vLLM's engine{suggestion(name, allowed)}"
     field = vllm_fields()[name]
-    if field.types and not _fits(value, field):
-        return f"engine.vllm.{name}={value!r} must be {values_text(field.json_schema)}"
+    if not field.fits(value):
+        return f"engine.vllm.{name}={value!r} must be {field.allowed}"
     if isinstance(value, str) and (name, value) in REFUSED_VALUES:
         return f"engine.vllm.{name}={value} {REFUSED_VALUES[name, value]}"
     if name == "quantization" and value not in (None, *ONLINE_QUANTIZATION):
@@ -158,18 +148,3 @@ def find_mistake(name: str, value: Any) -> str | None:
             f"{', '.join(ONLINE_QUANTIZATION)}, or null"
         )
     return None
-
-
-_CLASSES: dict[str, Any] = {
-    "boolean": bool, "integer": int, "number": (int, float), "string": str, "object": dict, "array": (list, tuple),
-    "null": type(None),
-}  # fmt: skip
-
-
-def _fits(value: Any, field: VllmField) -> bool:
-    """Return whether a value has one of the field's types, and is one of its values if it is text."""
-    if isinstance(value, str) and field.values:
-        return value in field.values
-    if isinstance(value, bool):
-        return "boolean" in field.types
-    return any(isinstance(value, _CLASSES[kind]) for kind in field.types)

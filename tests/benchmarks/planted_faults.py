@@ -1639,8 +1639,8 @@ FAULTS = (
     Fault(
         "peft-fields-of-any-type",
         "config/peft_fields.py",
-        "if field.types and not _fits(value, field):",
-        "if False and not _fits(value, field):",
+        "if not field.fits(value):",
+        "if field is None:",
     ),
     Fault(
         "warm-up-learns-the-questions",
