@@ -69,6 +69,7 @@ WHOLE_PROGRAMS: Mapping[str, tuple[str, ...]] = {
     "fault_injection/test_terminals.py": ("observers/terminal", "observers/follower.py"),
     "integration/test_jobs.py": ("driver/run.py", "driver/cluster", "resilience/signals.py"),
     "integration/test_library_contract.py": ("learner", "inference", "training", "config/vllm_fields.json"),
+    "integration/models/test_lora.py": ("config/peft_fields.json",),
     "integration/test_logical_gpus.py": ("device.py", "driver/cluster", "driver/preflight", "evaluation", "inference"),
     "integration/test_notebook.py": ("__init__.py", "driver/run.py", "evaluation", "rewards", "models/tokenizer.py"),
     "integration/test_sharding.py": ("learner", "models/shards.py", "export"),
@@ -93,8 +94,6 @@ UNGUARDED: Mapping[str, str] = {
     "config/import_path.py": "imports what a path names, of which unit tests have every form",
     "config/recorded.py": "reads a file, of which unit tests have every form",
     "config/trl_fields.json": "is compared with the installed TRL by a unit test",
-    "models/__init__.py": "has no code",
-    "models/memory.py": "is an estimate, which is compared with a GPU's use by tests/gpu",
     "pages/__init__.py": "has no code",
 }
 """File of the package that no slow test guards -> the reason."""
