@@ -1,9 +1,10 @@
 """Adapters of every type in `model.peft`, with small settings for the embedded policies."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 Settings = Mapping[str, Any]
@@ -88,6 +89,23 @@ def narrow_policy(initial: Any, name: str, seed: int = 1) -> Any:
     settings = settings_of(name)
     torch.manual_seed(seed)
     return get_peft_model(initial.float(), build_config(settings | NARROW.get(settings["type"], {})))
+
+
+def narrow_llama(name: str) -> Any:
+    """Return the policy of `stock_trl.exact_llama` in float32 with a new adapter, as a worker builds it."""
+    from stock_trl import exact_llama
+    from transformers import LlamaForCausalLM
+
+    initial = exact_llama()
+    model = LlamaForCausalLM(initial.config)
+    model.load_state_dict({each: weight.float() for each, weight in initial.state_dict().items()}, strict=False)
+    return narrow_policy(model, name)
+
+
+def tried(quick: Sequence[str], mark: pytest.MarkDecorator = pytest.mark.slow) -> pytest.MarkDecorator:
+    """Parametrize a test with all types and variants, those that are not quick with a mark."""
+    names = [name if name in quick else pytest.param(name, marks=mark) for name in (*SMALL, *VARIANTS)]
+    return pytest.mark.parametrize("name", names)
 
 
 def is_tied(name: str) -> bool:

@@ -69,11 +69,10 @@ def train_adapters(rank: int, folder: str, names: Sequence[str], shard: bool) ->
         By type the merged weights at the end, gathered (on rank 0), and the largest difference between these and the
         whole weights of which the proof of the sync reads this worker's parts.
     """
-    from adapters import narrow_policy
+    from adapters import narrow_llama
     from problem_stream import STREAM, StreamLearner, train_on_stream
-    from stock_trl import GROUP, exact_llama
+    from stock_trl import GROUP
     from torch.distributed.tensor import DTensor
-    from transformers import LlamaForCausalLM
 
     from grpo_ray.inference.weight_proof import learner_weights
     from grpo_ray.learner.sharding_settings import sharding_arguments
@@ -86,17 +85,11 @@ def train_adapters(rank: int, folder: str, names: Sequence[str], shard: bool) ->
             f"cluster.shard_learner={str(shard).lower()}", f"cluster.num_workers={workers}", "model.peft={type: LORA}",
         )  # fmt: skip
 
-    def policy(name: str) -> Any:
-        initial = exact_llama()
-        model = LlamaForCausalLM(initial.config)
-        model.load_state_dict({each: weight.float() for each, weight in initial.state_dict().items()}, strict=False)
-        return narrow_policy(model, name)
-
     found = {}
     for name in names:
         _, trainer = train_on_stream(
             AdapterLearner, Path(folder, name, str(rank)), range(len(STREAM)), ddp_backend="gloo",
-            per_device_train_batch_size=4 * GROUP // workers // 2, make_model=partial(policy, name),
+            per_device_train_batch_size=4 * GROUP // workers // 2, make_model=partial(narrow_llama, name),
             **(STEPS | (sharding_arguments({}) if shard else {})),
         )  # fmt: skip
         model = trainer.accelerator.unwrap_model(trainer.model)

@@ -20,6 +20,7 @@ EXTENDED = {
     GRPOTrainer._load_from_checkpoint: "630bea1fd535",
     GRPOTrainer._load_optimizer_and_scheduler: "15c2ddb9d080",
     GRPOTrainer.create_model_card: "1e539ccd6f9d",
+    GRPOTrainer.create_optimizer: "9f3aa0611cfb",
     VLLMGeneration.__init__: "025191f83205",
     VLLMGeneration._init_vllm: "43c55871b974",
     VLLMGeneration.sync_weights: "3e327f709687",

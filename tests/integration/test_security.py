@@ -81,7 +81,7 @@ ADAPTER = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 8, "lora_alpha": 
         ("auto_mapping", {"base_model_class": "system", "parent_library": "os"}),
         ("corda_config", {"cache_file": "/tmp/payload.pt"}),
         ("layer_replication", [[0, 4]]),
-        ("use_dora", True),
+        ("target_parameters", ["mlp.experts"]),
     ],
 )
 def test_adapter_config_with_other_fields_is_refused(tmp_path: Path, field: str, value: object) -> None:

@@ -58,6 +58,7 @@ def test_run_folder_holds_config_metrics_summary_and_logs(reference_run: Finishe
     assert [event["step"] for event in events_of(folder, "step")] == [1, 2, 3, 4, 5]
 
 
+@pytest.mark.slow  # sources of a mixture have held-out sets of their own, which its tests measure
 def test_several_heldout_sets_are_measured_and_one_ranks(
     small_run: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from adapters import SMALL, VARIANTS, move, narrow_policy
+from adapters import move, narrow_policy, tried
 from stock_trl import LONGEST, NEAR, ScriptedLearner, accumulated, exact_llama, largest_difference, train_steps
 from trl import GRPOTrainer
 
@@ -31,9 +31,7 @@ def policy(name: str) -> Any:
     return adapted
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in (*SMALL, *VARIANTS)]
-)
+@tried(QUICK)
 def test_gradient_equals_that_of_trl(tmp_path: Path, name: str) -> None:
     settings: dict[str, Any] = {"per_device_train_batch_size": 2} | accumulated(8)
     stock = train_steps(GRPOTrainer, tmp_path, make_model=partial(policy, name), **settings)[0]

@@ -7,11 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from adapters import narrow_policy
+from adapters import narrow_llama
 from peft.optimizers import create_lorafa_optimizer, create_loraplus_optimizer
 from problem_stream import STREAM, StreamLearner, train_on_stream
-from stock_trl import exact_llama
-from transformers import LlamaForCausalLM
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -21,13 +19,6 @@ STEPS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def policy() -> Any:
-    initial = exact_llama()
-    model = LlamaForCausalLM(initial.config)
-    model.load_state_dict({each: weight.float() for each, weight in initial.state_dict().items()}, strict=False)
-    return narrow_policy(model, "LORA")
-
-
 def train(folder: Path, optimizer: str, drawn: int = 0, resume: Path | None = None) -> Any:
     class OptimizerLearner(StreamLearner):
         overrides: Sequence[str] = (
@@ -35,7 +26,9 @@ def train(folder: Path, optimizer: str, drawn: int = 0, resume: Path | None = No
         )  # fmt: skip
 
     problems = range(len(STREAM))[drawn:]
-    return train_on_stream(OptimizerLearner, folder, problems, make_model=policy, resume=resume, **STEPS)
+    return train_on_stream(
+        OptimizerLearner, folder, problems, make_model=partial(narrow_llama, "LORA"), resume=resume, **STEPS
+    )
 
 
 @pytest.mark.parametrize("optimizer", ["{name: loraplus, ratio: 4}", "{name: lorafa}"])
@@ -62,7 +55,7 @@ def test_lorafa_trains_the_second_matrix_as_peft_does(tmp_path: Path) -> None:
 
 def expect(record: Any, trainer: Any, create: Any) -> None:
     """Compare the weights of a run with those that PEFT's optimizer reaches with the same gradients."""
-    by_hand = policy()
+    by_hand = narrow_llama("LORA")
     optimizer = create(by_hand, lr=1e-2)
     weights = dict(by_hand.named_parameters())
     for number, gradients in enumerate(record.gradients):

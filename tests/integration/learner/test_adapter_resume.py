@@ -7,10 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from adapters import SMALL, VARIANTS, narrow_policy
+from adapters import narrow_llama, tried
 from problem_stream import STREAM, StreamLearner, train_on_stream
-from stock_trl import exact_llama
-from transformers import LlamaForCausalLM
 
 from grpo_ray.models.adapters import merged_weights
 
@@ -31,22 +29,12 @@ class AdapterLearner(StreamLearner):
     overrides: Sequence[str] = (*StreamLearner.overrides, "model.peft={type: LORA}")
 
 
-def policy(name: str) -> Any:
-    """Return a policy in float32 with a new adapter, as a worker builds it when it starts."""
-    initial = exact_llama()
-    model = LlamaForCausalLM(initial.config)
-    model.load_state_dict({each: weight.float() for each, weight in initial.state_dict().items()}, strict=False)
-    return narrow_policy(model, name)
-
-
-@pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in (*SMALL, *VARIANTS)]
-)
+@tried(QUICK)
 def test_resumed_adapter_ends_with_the_same_weights(tmp_path: Path, name: str) -> None:
     def train(drawn: int, resume: Path | None = None) -> Any:
         # A restarted worker builds the adapter with the run's seed before it loads the checkpoint.
         problems = range(len(STREAM))[drawn:]
-        make_model = partial(policy, name)
+        make_model = partial(narrow_llama, name)
         return train_on_stream(AdapterLearner, tmp_path, problems, make_model=make_model, resume=resume, **STEPS)[1]
 
     whole = {each: weight.clone() for each, weight in merged_weights(train(0).model)}
@@ -55,5 +43,5 @@ def test_resumed_adapter_ends_with_the_same_weights(tmp_path: Path, name: str) -
     resumed = dict(merged_weights(train(8, checkpoint).model))
     assert resumed.keys() == whole.keys()
     assert all(torch.equal(weight, whole[each]) for each, weight in resumed.items())
-    started = dict(merged_weights(policy(name)))
+    started = dict(merged_weights(narrow_llama(name)))
     assert any(not torch.equal(weight, whole[each]) for each, weight in started.items())

@@ -51,6 +51,7 @@ def test_learner_overrides_only_named_trl_methods() -> None:
         "_load_from_checkpoint",
         "_load_optimizer_and_scheduler",
         "create_model_card",
+        "create_optimizer",
     }
     assert overridden - {"__init__"} <= {function.__name__ for function in EXTENDED}
     assert all(f"`{name}`" in learner.__doc__ for name in overridden)

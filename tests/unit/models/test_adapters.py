@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from adapters import SMALL, VARIANTS, adapted, is_tied, load, logps, move, settings_of, state
+from adapters import SMALL, adapted, is_tied, load, logps, move, settings_of, state, tried
 
 from grpo_ray.config.peft_fields import moves_the_base, peft_types, starts_elsewhere
 from grpo_ray.errors import ConfigError
@@ -27,13 +27,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 QUICK = ("LORA", "OFT", "IA3", "LN_TUNING", "TRAINABLE_TOKENS", "DoRA", "norms", "biases")
 """Tried in each run of the tests; every other one is slow in sum, but for its merge."""
 
-
-def tried(mark: pytest.MarkDecorator) -> pytest.MarkDecorator:
-    """Parametrize a test with all types and variants, those that are not quick with a mark."""
-    names = [name if name in QUICK else pytest.param(name, marks=mark) for name in (*SMALL, *VARIANTS)]
-    return pytest.mark.parametrize("name", names)
-
-
 ROUNDING = 1e-4
 """Largest difference of log-probabilities, nats, of two ways to compute the same policy in float32."""
 
@@ -49,7 +42,7 @@ def test_every_type_is_tried() -> None:
     assert SMALL.keys() == peft_types().keys()
 
 
-@tried(pytest.mark.long)
+@tried(QUICK, pytest.mark.long)
 def test_merged_weights_are_those_that_the_learner_computes_with(policy: Path, name: str) -> None:
     model = moved(policy, name)
     expected, plain = logps(model), load(policy, tied=is_tied(name))
@@ -61,7 +54,7 @@ def test_merged_weights_are_those_that_the_learner_computes_with(policy: Path, n
 
 
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
-@tried(pytest.mark.long)
+@tried(QUICK, pytest.mark.long)
 def test_merging_leaves_the_learner_as_it_was(policy: Path, name: str, dtype: str) -> None:
     model = moved(policy, name, dtype)
     objects = state(model)
@@ -77,7 +70,7 @@ def test_merging_leaves_the_learner_as_it_was(policy: Path, name: str, dtype: st
     assert torch.equal(logps(model), expected)
 
 
-@tried(pytest.mark.slow)
+@tried(QUICK)
 def test_proof_reads_the_weights_that_are_sent(policy: Path, name: str) -> None:
     model = moved(policy, name, "bfloat16")
     sent = dict(merged_weights(model))
@@ -86,7 +79,7 @@ def test_proof_reads_the_weights_that_are_sent(policy: Path, name: str) -> None:
     assert not sent
 
 
-@tried(pytest.mark.slow)
+@tried(QUICK)
 def test_new_adapter_begins_as_the_policy(policy: Path, name: str) -> None:
     base = logps(load(policy, tied=is_tied(name)))
     model = adapted(load(policy, tied=is_tied(name)), name)
@@ -105,7 +98,7 @@ def test_type_begins_elsewhere_without_its_field(policy: Path, kind: str) -> Non
     assert starts_elsewhere(settings) and (logps(model) - logps(load(policy))).abs().max() > ROUNDING
 
 
-@tried(pytest.mark.slow)
+@tried(QUICK)
 def test_saved_adapter_continues_in_another_process(policy: Path, name: str, tmp_path: Path) -> None:
     """The seed is that of the run; other random numbers were drawn since."""
     model = moved(policy, name)
@@ -119,7 +112,7 @@ def test_saved_adapter_continues_in_another_process(policy: Path, name: str, tmp
     assert all(torch.equal(weight, merged[each]) for each, weight in merged_weights(other))
 
 
-@tried(pytest.mark.slow)
+@tried(QUICK)
 def test_saved_adapter_is_merged_by_an_export(policy: Path, name: str, tmp_path: Path) -> None:
     """An export reads the saved config as a stranger's, and knows no seed."""
     from peft import PeftModel
@@ -135,7 +128,7 @@ def test_saved_adapter_is_merged_by_an_export(policy: Path, name: str, tmp_path:
     assert all(torch.equal(weight, expected[each]) for each, weight in merged_weights(other))
 
 
-@tried(pytest.mark.slow)
+@tried(QUICK)
 def test_merged_policy_has_no_adapter(policy: Path, name: str) -> None:
     model = moved(policy, name)
     expected = {each: weight.clone() for each, weight in merged_weights(model)}
@@ -145,7 +138,7 @@ def test_merged_policy_has_no_adapter(policy: Path, name: str) -> None:
     assert all(torch.equal(found[each], expected[each].bfloat16()) for each in found)
 
 
-@tried(pytest.mark.slow)
+@tried(QUICK)
 def test_trained_weights_are_float32(policy: Path, name: str) -> None:
     model = adapted(load(policy, "bfloat16", tied=is_tied(name)), name)
     trained = [each for each in model.parameters() if each.requires_grad]
@@ -164,7 +157,7 @@ def without_weights(policy: Path, tied: bool) -> Any:
         return AutoModelForCausalLM.from_config(config)
 
 
-@tried(pytest.mark.slow)
+@tried(QUICK)
 def test_trial_without_weights_counts_the_trained_ones(policy: Path, name: str) -> None:
     counted = try_adapter(without_weights(policy, is_tied(name)), settings_of(name))
     if name in READS_WEIGHTS:
