@@ -19,7 +19,6 @@ end, so the length of each of their completions is fixed beforehand: log-normal 
 import argparse
 import itertools
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -73,11 +72,8 @@ def start_engine(path: str, dtype: str, requests: int) -> Any:
     from grpo_ray.learner.trl_config import trl_arguments
     from grpo_ray.models.tokenizer import load_tokenizer
 
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    os.environ["MASTER_PORT"] = str(port)
+    # Port 0 is any free one; no other worker connects.
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     torch.distributed.init_process_group("gloo")
     config = load_config(
         None,

@@ -2,6 +2,7 @@
 
 import os
 import re
+import secrets
 import socket
 import subprocess
 import sys
@@ -30,9 +31,14 @@ def wait_for(condition: Callable[[], bool], what: str, seconds: float = 60.0) ->
 
 
 def free_port() -> int:
-    """Return a port of the loopback interface that no process listens on."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
+    """Return a port of the loopback interface that no process listens on.
+
+    It is one that Linux gives to nobody who asks for any free port (32768 and above), and that Ray does not give to its
+    workers (10002 to 19999), so that another test can hardly take it before it is used.
+    """
+    while True:
+        with suppress(OSError), socket.create_server(("127.0.0.1", secrets.choice(range(20000, 32768)))) as server:
+            return server.getsockname()[1]
 
 
 def storage_path(port: int, *, user: str = "", bucket: str = BUCKET, folder: str = "runs") -> str:

@@ -3,7 +3,6 @@
 import multiprocessing
 import os
 import runpy
-import socket
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -17,13 +16,6 @@ import pytest
 
 PRELOADED = ["grpo_ray.learner.learner", "grpo_ray.resilience.nonfinite", "datasets"]
 """Modules that take tens of seconds to import. They are imported once for all worker processes of a test session."""
-
-
-def free_port() -> int:
-    """Return a port on which nothing listens."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
 
 
 def start_processes(function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
@@ -83,15 +75,18 @@ def run_workers(
 ) -> list[Any]:
     """Call `function(rank, *arguments, **kwargs)` on each worker and return the results by rank.
 
-    The function has to create the process group itself, from the environment variables that torchrun would set.
+    The function has to create the process group itself, from the environment variables that torchrun would set. Its
+    store is here, as torchrun's is in its agent: a port that a worker opens later might be taken by then.
     Raises AssertionError with the first worker's traceback, or where a worker is not done after `limit` seconds.
     """
+    from torch.distributed import TCPStore
+
     pipes = [multiprocessing.Pipe(duplex=False) for _ in range(workers)]
-    port = free_port()
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     processes = start_processes(
         _work,
         [
-            (send, partial(function, **(kwargs or {})), rank, workers, port, arguments)
+            (send, partial(function, **(kwargs or {})), rank, workers, store.port, arguments)
             for rank, (_, send) in enumerate(pipes)
         ],
     )
@@ -128,6 +123,7 @@ def _work(
         "WORLD_SIZE": str(workers),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
         # With more threads, which accelerate would start, workers on a busy machine wait for each other.
         "OMP_NUM_THREADS": "1",
     }
