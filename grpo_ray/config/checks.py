@@ -15,7 +15,15 @@ from urllib.parse import SplitResult, urlsplit
 from grpo_ray.config.benchmarks import find_benchmark
 from grpo_ray.config.fields import override_text
 from grpo_ray.config.heldout_keys import HELDOUT
-from grpo_ray.config.peft_fields import NOT_SHARDED, PLAIN_LORA, STARTS_ELSEWHERE, moves_the_base, starts_elsewhere
+from grpo_ray.config.peft_fields import (
+    MOVES_THE_BASE,
+    NOT_QUANTIZED,
+    NOT_SHARDED,
+    PLAIN_LORA,
+    STARTS_ELSEWHERE,
+    moves_the_base,
+    starts_elsewhere,
+)
 from grpo_ray.config.reward_names import MAX_ENDED_PROCESSES, REWARD_SCORES, SCORES, reward_name
 from grpo_ray.config.sampling import MIN_TEMPERATURE, TRL_FIELDS
 from grpo_ray.config.similar_names import suggestion
@@ -507,6 +515,34 @@ def adapter_can_be_sharded(config: "Config") -> str | None:
     return None
 
 
+def quantized_policy_has_an_adapter(config: "Config") -> str | None:
+    """Require for `model.quantization` an adapter that leaves the policy's own weights as they are."""
+    method, adapter = config.model.quantization, config.model.adapter
+    if method is None:
+        return None
+    if adapter is None:
+        return (
+            f"model.quantization={method} freezes the policy's weights, so nothing would be trained; set model.lora or "
+            "model.peft, or model.quantization=null"
+        )
+    if config.cluster.shard_learner:
+        return (
+            f"model.quantization={method} does not go with cluster.shard_learner=true: codes of four bits are not "
+            "divided over workers; set one of them only"
+        )
+    if adapter["type"] in NOT_QUANTIZED:
+        return (
+            f"model.quantization={method} does not go with model.peft.type={adapter['type']}, which PEFT "
+            "builds on plain linear layers only; choose another type"
+        )
+    if adapter.get("init_lora_weights") in MOVES_THE_BASE:
+        return (
+            f"model.quantization={method} does not go with model.peft.init_lora_weights="
+            f"{adapter['init_lora_weights']}, which changes the frozen weights, and these are quantized; leave it out"
+        )
+    return None
+
+
 def adapter_optimizer_fits(config: "Config") -> str | None:
     """Require LoRA for `model.adapter_optimizer`, and plain LoRA with a whole learner and AdamW for LoRA-FA."""
     optimizer, adapter = config.model.adapter_optimizer, config.model.adapter
@@ -908,6 +944,7 @@ CHECKS: tuple[Callable[["Config"], str | None], ...] = (
     policy_has_one_adapter,
     reference_is_the_first_policy,
     adapter_can_be_sharded,
+    quantized_policy_has_an_adapter,
     adapter_optimizer_fits,
     every_reward_has_a_weight,
     reward_names_differ,

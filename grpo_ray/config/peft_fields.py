@@ -95,6 +95,9 @@ STARTS_ELSEWHERE: dict[str, tuple[str, Any]] = {
 INITIAL = ("init_lora_weights", "init_ia3_weights", "init_weights")
 """Fields whose value false gives an adapter random weights, with an update that is not zero."""
 
+NOT_QUANTIZED = frozenset({"GLORA"})
+"""Types that PEFT builds on plain linear layers only."""
+
 MOVES_THE_BASE = ("pissa", "olora")
 """Values of `init_lora_weights` that subtract the first update from the frozen weights, up to rounding."""
 

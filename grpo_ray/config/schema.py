@@ -274,6 +274,9 @@ class ModelConfig:
     `model.lora` is the short form of {type: LORA}."""
     adapter_optimizer: AdapterOptimizerConfig | None = None
     """Optimizer of PEFT for LoRA: {name: loraplus, ratio: 16} or {name: lorafa}. null: that of `grpo.optim`."""
+    quantization: Literal["nf4", "int4"] | None = None
+    """Keep the frozen weights of linear layers in four bits, under an adapter (QLoRA): "nf4" stores them in the format
+    of bitsandbytes; the engine has the same weights in `model.dtype`. null: off."""
 
     @property
     def adapter(self) -> Mapping[str, Any] | None:

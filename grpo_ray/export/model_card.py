@@ -149,6 +149,7 @@ def _training_rows(facts: CardFacts) -> list[tuple[str, str]]:
     rows = [
         ("base policy", facts.field("model", "path")),
         ("method", f"GRPO on an adapter ({adapter}), merged here" if adapter else "GRPO on all weights"),
+        ("quantization", facts.field("model", "quantization")),
         ("data", shown_training(facts.field("data", "train"))),
         ("rewards", ", ".join(map(str, rewards)) if isinstance(rewards, list | tuple) else rewards),
         *((label, facts.field("grpo", name)) for label, name in SETTINGS if not _is_off(facts, name)),

@@ -36,6 +36,7 @@ from grpo_ray.errors import SyncError
 from grpo_ray.inference.weight_layout import LoadRecorder, Recorded, WeightLayout
 from grpo_ray.inference.weight_sums import add_sums, shard_sum, weight_sum
 from grpo_ray.models.adapters import merged_layer, saved_copy, sharded_update
+from grpo_ray.models.quantized import identities, quantized_layers
 
 Gather = Callable[[Any], list[Any]]
 """Collects the objects of several workers, by rank; collective."""
@@ -62,11 +63,13 @@ def learner_weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]
     owners = {
         id(parameter): (layer, attribute)
         for layer in layers
-        for attribute, parameter in layer.get_base_layer().named_parameters()
+        for attribute, parameter in identities(layer.get_base_layer()).items()
     }
+    quantized = dict(quantized_layers(policy))
     copies = _saved_copies(policy)
     added = {id(each) for layer in layers for each in layer.parameters()} - owners.keys()
     added |= {id(copy) for copy in copies.values()}
+    added |= {id(layer.scales) for layer in quantized.values()}
     merged_of: BaseTunerLayer | None = None
     merged: dict[str, torch.Tensor] = {}
     for name, parameter in policy.named_parameters():
@@ -83,8 +86,15 @@ def learner_weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]
                     with merged_layer(layer) as base:
                         merged_of, merged = layer, dict(base.named_parameters())
                 weight = merged[attribute]
+        if (layer_name := name.removesuffix(CODES)) in quantized:
+            name = f"{layer_name}.weight"
+            if id(parameter) not in owners:
+                weight = quantized[layer_name].dequantized()
         yield WRAPPERS.sub("", name), weight.detach()
 
+
+CODES = ".codes"
+"""End of the name of a quantized layer's parameter from which its weight is dequantized."""
 
 WRAPPERS = re.compile(r"\.(base_layer|original_module|token_adapter)(?=\.)")
 """Parts of a parameter's name that come from the modules of an adapter around its layer."""

@@ -41,7 +41,7 @@ from datasets import Dataset
 from transformers import PrinterCallback, TrainerCallback
 from trl import GRPOConfig
 from trl.models.utils import disable_gradient_checkpointing
-from trl.trainer.utils import use_adapter
+from trl.trainer.utils import create_model_from_path, use_adapter
 
 from grpo_ray.config.checks import router_loss_issue
 from grpo_ray.config.schema import Config
@@ -75,6 +75,7 @@ from grpo_ray.learner.sharding import (
     load_optimizer,
     load_policy,
     load_weights,
+    policy_settings,
     save_state,
     trained_weights,
 )
@@ -97,6 +98,13 @@ from grpo_ray.learner.trl_internals import (
 )
 from grpo_ray.models.adapter_folders import has_adapter, record_base_policy
 from grpo_ray.models.adapters import adapter_optimizer, base_model, peft_config, train_in_float32
+from grpo_ray.models.quantized import (
+    Quantization,
+    kept_modules,
+    quantize_policy,
+    read_quantization,
+    record_quantization,
+)
 from grpo_ray.models.shards import has_shards
 from grpo_ray.models.tokenizer import load_tokenizer
 from grpo_ray.rewards.registry import load_rewards
@@ -431,7 +439,9 @@ class Learner(GRPOTrainer):
         """Save the policy. An adapter's checkpoint records `model.path`, not the path of this worker's copy."""
         super()._save(output_dir, state_dict)
         if self.config.model.adapter:
-            record_base_policy(Path(output_dir or self.args.output_dir), self.config)
+            folder = Path(output_dir or self.args.output_dir)
+            record_base_policy(folder, self.config)
+            record_quantization(folder, Quantization.of(self.config))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Load a checkpoint. TRL would ignore weights or optimizer state of another kind without an error.
@@ -829,7 +839,7 @@ def build_learner(
         make_engine=make_engine,
         make_hooks=make_hooks,
         profiler=profiler,
-        model=load_policy(model_path, args) if config.cluster.shard_learner else model_path,
+        model=_policy(config, model_path, args),
         reward_funcs=load_rewards(config.rewards),
         args=args,
         # TRL requires a `datasets` object; the problems come from `get_train_dataloader`.
@@ -839,14 +849,31 @@ def build_learner(
     )
 
 
+def _policy(config: Config, model_path: str, args: GRPOConfig) -> Any:
+    """Return the policy, or its path if TRL itself loads it."""
+    if config.cluster.shard_learner:
+        return load_policy(model_path, args)
+    if config.model.quantization is None:
+        return model_path
+    policy = create_model_from_path(model_path, **policy_settings(args))
+    quantize_policy(policy, config.model.quantization, kept_modules(config.model.adapter))
+    return policy
+
+
 def check_checkpoint_kind(checkpoint: str, config: Config) -> None:
-    """Raise CheckpointError if a checkpoint was written with another adapter or `cluster.shard_learner`."""
+    """Raise CheckpointError if a checkpoint was written with another adapter, base or `cluster.shard_learner`."""
     is_adapter = has_adapter(checkpoint)
     if is_adapter != (config.model.adapter is not None):
         content = "an adapter" if is_adapter else "a whole policy"
         raise CheckpointError(
             f"the checkpoint holds {content}, which does not match model.lora or model.peft; to begin with another "
             "kind, export the checkpoint (grpo-ray export) and name the folder as model.path"
+        )
+    base = read_quantization(checkpoint)
+    if is_adapter and base != Quantization.of(config):
+        raise CheckpointError(
+            f"the checkpoint's adapter belongs to {Quantization.describe(base)}, and the config names "
+            f"{Quantization.describe(Quantization.of(config))}; set model.quantization and model.dtype as they were"
         )
     was_sharded = has_shards(checkpoint)
     if was_sharded != config.cluster.shard_learner:

@@ -48,7 +48,7 @@ def load_policy(path: str, args: Any) -> Any:
     from trl.trainer.utils import create_model_from_path
 
     load_everywhere()
-    settings = {"trust_remote_code": args.trust_remote_code} | dict(args.model_init_kwargs or {}) | {"device_map": None}
+    settings = policy_settings(args)
     if not args.fsdp_plugin_args[LOADS_ONCE]:
         return create_model_from_path(path, **settings)
     with nullcontext() if torch.distributed.get_rank() == 0 else loading_structure_only():
@@ -61,6 +61,15 @@ def load_policy(path: str, args: Any) -> Any:
             f"workers; set grpo.fsdp_config={{{LOADS_ONCE}: false}}"
         )
     return model
+
+
+def policy_settings(args: Any) -> dict[str, Any]:
+    """Return the arguments with which TRL loads a policy, here on the CPU.
+
+    Args:
+        args: TRL's arguments.
+    """
+    return {"trust_remote_code": args.trust_remote_code} | dict(args.model_init_kwargs or {}) | {"device_map": None}
 
 
 def reserve_weights(model: torch.nn.Module) -> None:

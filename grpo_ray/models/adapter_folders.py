@@ -17,6 +17,7 @@ from grpo_ray.config.sources import EMBEDDED_POLICIES
 from grpo_ray.errors import CheckpointError, ConfigError
 from grpo_ray.models.adapters import build_config, merge_adapter
 from grpo_ray.models.plausible_policy import require_plausible_policy
+from grpo_ray.models.quantized import read_quantization, round_policy
 from grpo_ray.models.shards import NOT_POLICY, consolidate, has_shards
 from grpo_ray.storage.filesystem import fetch_folder
 from grpo_ray.storage.recorded_config import read_recorded
@@ -165,14 +166,16 @@ def write_policy(
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     source = policy or checkpoint
+    base = read_quantization(checkpoint) if policy is not None else None
     try:
         tokenizer = AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=trust_remote_code)
         if policy is None and has_shards(checkpoint):
             consolidate(checkpoint, target, dtype, trust_remote_code)
             tokenizer.save_pretrained(target)
             return
-        # The base of an adapter is loaded in its own precision, so that the merged weights are rounded only once.
-        precision = "auto" if policy is not None or dtype is None else dtype
+        # The base of an adapter is loaded in its own precision, so that the merged weights are rounded only once; a
+        # quantized one in that from which it was quantized.
+        precision = base.dtype if base else "auto" if policy is not None or dtype is None else dtype
         model = AutoModelForCausalLM.from_pretrained(
             source, dtype=precision, use_safetensors=True, trust_remote_code=trust_remote_code
         )
@@ -182,7 +185,10 @@ def write_policy(
     if policy is not None:
         if not Path(checkpoint, ADAPTER_WEIGHTS).exists():
             raise CheckpointError(f"{checkpoint} has no {ADAPTER_WEIGHTS}, so its adapter cannot be merged")
-        adapted = PeftModel.from_pretrained(model, checkpoint, config=read_adapter_config(checkpoint))
+        adapter = read_adapter_config(checkpoint)
+        if base is not None:
+            round_policy(model, base.method, adapter.modules_to_save or ())
+        adapted = PeftModel.from_pretrained(model, checkpoint, config=adapter)
         model = merge_adapter(adapted, getattr(torch, dtype) if dtype else None)
     model.save_pretrained(target)
     tokenizer.save_pretrained(target)

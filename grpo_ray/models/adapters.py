@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from grpo_ray.config.peft_fields import peft_arguments
 from grpo_ray.config.schema import Config
 from grpo_ray.errors import ConfigError
+from grpo_ray.models.quantized import QuantizedLinear, identities
 
 TASK = "CAUSAL_LM"
 
@@ -192,7 +193,7 @@ def _own_parameters(module: torch.nn.Module) -> Iterator[Merged]:
             whole = _unsharded(parameter)
             yield name, whole.float() + _unsharded(update) if name == "weight" else whole, parameter
     elif isinstance(module, BaseTunerLayer):
-        originals = dict(module.get_base_layer().named_parameters())
+        originals = identities(module.get_base_layer())
         with merged_layer(module) as layer:
             for name, weight in layer.named_parameters():
                 yield name, weight, originals[name]
@@ -200,6 +201,9 @@ def _own_parameters(module: torch.nn.Module) -> Iterator[Merged]:
         originals = dict(module.original_module.named_parameters())
         for name, weight in saved_copy(module).named_parameters():
             yield name, _unsharded(weight), originals[name]
+    elif isinstance(module, QuantizedLinear):
+        for name, parameter in identities(module).items():
+            yield name, getattr(module, name), parameter
     else:
         for name, parameter in module.named_parameters(recurse=False):
             yield name, _unsharded(parameter), parameter
@@ -246,6 +250,8 @@ def merged_layer(layer: Any) -> Iterator[torch.nn.Module]:
     base = layer.get_base_layer()
     try:
         with torch.no_grad():
+            if isinstance(base, QuantizedLinear):
+                base.expand(torch.float32)
             for module, _ in modules:
                 for name, parameter in module._parameters.items():
                     if parameter is not None and (module is base or isinstance(parameter, DTensor)):

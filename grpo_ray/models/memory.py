@@ -37,9 +37,10 @@ the learner, and e bytes per number in `model.dtype`, the terms in bytes are:
     other                 CONTEXT: CUDA's context, cuBLAS workspaces; NCCL: buffers, with several workers
 
 With an adapter (model.lora, model.peft) of A parameters, A replaces N in gradients, optimizer states and copies, the
-weights are e N + 4 A, there is no reference model, the output layer has no gradient, and a weight sync needs three
-float32 copies of the largest weight for the merge. PEFT counts A on a policy without weights; where it cannot, A is
-that of LoRA on every linear layer. Some types also build whole weights in each pass (`ADAPTER_COSTS`).
+weights are e N + 4 A (with QUANTIZED_BYTES in place of e for layers in four bits), there is no reference model, the
+output layer has no gradient, and a weight sync needs three float32 copies of the largest weight for the merge. PEFT
+counts A on a policy without weights; where it cannot, A is that of LoRA on every linear layer. Some types also build
+whole weights in each pass (`ADAPTER_COSTS`).
 
 A sharded learner (cluster.shard_learner) on W workers holds 1/W of weights, reference model, gradients and optimizer
 states, and needs no buckets. Its unsharded copies in 16 bits are embedding and output layer for the whole pass, the
@@ -111,6 +112,9 @@ ASSUMED_PROMPT = 2048
 REWARD_MODEL_TOKENS = 16_384
 """Most tokens of a reward model's forward pass, padding included, unless a single text is longer."""
 
+QUANTIZED_BYTES = {"nf4": 0.5 + 4 / 64}
+"""Bytes of a weight in four bits, with its part of a scale (`models/quantized.py`)."""
+
 BYTES_PER_NUMBER = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -136,6 +140,8 @@ class ModelShape:
     """Longest sequence that the model supports, in tokens."""
     adapter_parameters: int | None = None
     """Parameters of the adapter that is trained; None: there is none, or it was not counted."""
+    quantized_parameters: int = 0
+    """Parameters of the layers that the learner keeps in four bits (model.quantization)."""
 
     @property
     def embedding_parameters(self) -> int:
@@ -562,7 +568,7 @@ def estimate_memory(
         parameters=shape.parameters,
         tokens_per_micro_batch=tokens,
         gradient_checkpointing=gradient_checkpointing,
-        weights=(number_bytes * shape.parameters + 4 * trained if adapter else 4 * shape.parameters) // shards,
+        weights=_learner_weights(config, shape, trained) // shards,
         reference_model=4 * shape.parameters // shards if trl.get("beta", 0.0) and not adapter else 0,
         optimizer_states=8 * trained // shards,
         gradient_buckets=4 * trained if workers > 1 and not sharded else 0,
@@ -579,6 +585,15 @@ def estimate_memory(
         reward_models=reward_models,
         sleep_mode=bool(trl.get("vllm_enable_sleep_mode", False)),
     )
+
+
+def _learner_weights(config: Config, shape: ModelShape, trained: int) -> int:
+    """Return the bytes of the learner's weights before they are divided over workers."""
+    if not config.model.adapter:
+        return 4 * shape.parameters
+    plain = BYTES_PER_NUMBER[config.dtype] * (shape.parameters - shape.quantized_parameters)
+    codes = QUANTIZED_BYTES[config.model.quantization] * shape.quantized_parameters if config.model.quantization else 0
+    return plain + int(codes) + 4 * trained
 
 
 @dataclass(frozen=True)
@@ -692,7 +707,10 @@ class _Passes:
             0 if self.config.model.adapter or self._number_bytes == 4 else (self._number_bytes + 4) * weight
         )
         gradients = int(self.tokens * self._sizes.backward.bytes(self.shape) * max(1.0, self._adapter_costs[0]))
-        return self._output_gradient + recomputed + gradients + weight_gradient + self._gathered + reduced
+        # A quantized weight is dequantized for its product, the largest one at the peak.
+        dequantized = self._number_bytes * weight if self.config.model.quantization else 0
+        others = weight_gradient + dequantized + self._gathered + reduced
+        return self._output_gradient + recomputed + gradients + others
 
     @property
     def _embedding(self) -> int:
@@ -706,6 +724,8 @@ def _weight_sync(config: Config, shape: ModelShape) -> int:
     """Return the peak of the temporary copies in a weight sync, in bytes; weights are copied one at a time."""
     largest = shape.hidden_size * max(shape.intermediate_size, shape.query_size)
     merged = 12 * largest if config.model.adapter else 0
+    if config.model.quantization:  # dequantized, and copied once more
+        merged += (BYTES_PER_NUMBER[config.dtype] + 4) * largest
     if not config.cluster.shard_learner:
         return merged
     # The previous weight is still allocated, and rows that do not divide are copied once more without their padding.
@@ -764,25 +784,33 @@ def _rank(adapter: Mapping[str, Any]) -> int:
     return int(adapter.get("r") or 8)
 
 
-def model_shape(path: str, trust_remote_code: bool = False, adapter: Mapping[str, Any] | None = None) -> ModelShape:
-    """Read a model's config and count its parameters, without loading its weights.
+def policy_shape(config: Config, path: str) -> ModelShape:
+    """Read the config of a run's policy; count its parameters, and those that are trained or quantized.
+
+    Nothing is loaded: the adapter is tried on the policy without its weights.
 
     Args:
-        path: local folder or hub id.
-        adapter: adapter to try on the model and to count, in the form of `model.peft`.
+        path: local folder or hub id of the policy.
 
     Raises:
-        ConfigError: the config cannot be read, or is not that of a causal language model, or the adapter does not fit.
+        ConfigError: the policy's config cannot be read, or is not that of a causal language model; the adapter does not
+            fit, or no layer can be quantized.
     """
     from transformers import AutoModelForCausalLM
 
-    config, model = _model_without_weights(path, AutoModelForCausalLM, trust_remote_code, "model.path")
+    trusts = config.model.trust_remote_code
+    model_config, model = _model_without_weights(path, AutoModelForCausalLM, trusts, "model.path")
     tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
-    shape = _shape_of(config, model, tied)
+    shape = _shape_of(model_config, model, tied)
+    adapter = config.model.adapter
     if adapter is None:
         return shape
     from grpo_ray.models.adapters import try_adapter
+    from grpo_ray.models.quantized import kept_modules, quantizable_layers
 
+    if config.model.quantization:
+        names = quantizable_layers(model, kept_modules(adapter))
+        shape = replace(shape, quantized_parameters=sum(model.get_submodule(name).weight.numel() for name in names))
     return replace(shape, adapter_parameters=try_adapter(model, adapter))
 
 

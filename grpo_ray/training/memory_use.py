@@ -13,7 +13,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from grpo_ray.config.schema import Config
 from grpo_ray.device import gpu_bytes
 from grpo_ray.distributed import all_gather_object, is_rank_zero
-from grpo_ray.models.memory import GIB, MemoryPlan, model_shape, plan_memory, reward_model_memory
+from grpo_ray.models.memory import GIB, MemoryPlan, plan_memory, policy_shape, reward_model_memory
 
 MEASURED_STEP = 2
 """Step of an attempt after which memory is measured first: the optimizer's states exist from the first one on."""
@@ -28,7 +28,7 @@ def plan_for_workers(config: Config, model_path: str) -> MemoryPlan | None:
     if not config.cluster.use_gpu:
         return None
     smallest = min(all_gather_object(gpu_bytes()))
-    shape = model_shape(model_path, config.model.trust_remote_code, config.model.adapter)
+    shape = policy_shape(config, model_path)
     return plan_memory(config, shape, smallest, reward_models=reward_model_memory(config))
 
 

@@ -35,7 +35,7 @@ from grpo_ray.driver.preflight.overlong import (
 from grpo_ray.driver.preflight.policy_files import fetch_policy_files
 from grpo_ray.driver.preflight.tool_trial import PHASE, ToolReport, try_tools
 from grpo_ray.errors import ConfigError, DataError, RewardError
-from grpo_ray.models.memory import CardMemory, ModelShape, model_shape, plan_cards, reward_model_memory
+from grpo_ray.models.memory import CardMemory, ModelShape, plan_cards, policy_shape, reward_model_memory
 from grpo_ray.rewards.dry_run import DryRun, dry_run_reward
 from grpo_ray.rewards.registry import needs_solutions
 from grpo_ray.rewards.solution_check import (
@@ -253,7 +253,7 @@ def read_policy(config: Config) -> PolicyInfo:
     """Read the policy's config and tokenizer. Raises ConfigError."""
     path = fetch_policy_files(config.model.path)
     source = PolicyTokenizer(config.model.path, config.model.trust_remote_code)
-    shape = model_shape(path, config.model.trust_remote_code, config.model.adapter)
+    shape = policy_shape(config, path)
     return PolicyInfo(shape, source.load(), engine_context(config, source))
 
 

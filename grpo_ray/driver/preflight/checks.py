@@ -14,7 +14,7 @@ from grpo_ray.driver.preflight.policy_files import fetch_policy_files
 from grpo_ray.driver.preflight.run_context import RunContext
 from grpo_ray.driver.preflight.same_run import check_old_run, check_same_run
 from grpo_ray.errors import ConfigError
-from grpo_ray.models.memory import model_shape
+from grpo_ray.models.memory import policy_shape
 from grpo_ray.observers.trackers.registry import check_trackers
 from grpo_ray.resilience.elastic import explain_scaling
 from grpo_ray.resilience.nodes import check_nodes, model_issue
@@ -63,10 +63,13 @@ def check_policy(context: RunContext) -> Sequence[str]:
 
 
 def check_adapter(context: RunContext) -> Sequence[str]:
-    """Try the adapter on the policy without its weights. Raises ConfigError."""
+    """Try the adapter, and the choice of quantized layers, on the policy without its weights. Raises ConfigError."""
     model = context.config.model
     if model.adapter:
-        model_shape(fetch_policy_files(model.path), model.trust_remote_code, model.adapter)
+        from grpo_ray.models.quantized import require_quantizer  # torch takes seconds
+
+        require_quantizer(model.quantization)
+        policy_shape(context.config, fetch_policy_files(model.path))
     return ()
 
 

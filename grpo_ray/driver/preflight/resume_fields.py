@@ -64,6 +64,7 @@ FIXED: dict[str, Fixed] = {
     "model.path": Fixed(reason="the checkpoint holds the weights of another policy"),
     "model.lora": Fixed(reason="the checkpoint holds other weights", in_checkpoint=True),
     "model.peft": Fixed(reason="the checkpoint holds other weights", in_checkpoint=True),
+    "model.quantization": Fixed(reason="the adapter belongs to other weights", in_checkpoint=True),
     "model.adapter_optimizer": Fixed(reason=_OPTIMIZER, in_checkpoint=True, is_same=_has_same_name),
     "cluster.shard_learner": Fixed(reason=_OPTIMIZER, in_checkpoint=True),
     "data.train": Fixed(reason=_LEDGER, is_same=_is_compared_by_contents),

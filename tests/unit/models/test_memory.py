@@ -18,8 +18,8 @@ from grpo_ray.models.memory import (
     ModelShape,
     estimate_memory,
     longest_sequence,
-    model_shape,
     plan_memory,
+    policy_shape,
 )
 
 SHAPE = ModelShape(
@@ -294,7 +294,7 @@ def test_longest_sequence_comes_from_the_narrowest_limit() -> None:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_model_shape_counts_parameters_from_the_config(tmp_path: Path, tied: bool) -> None:
+def test_policy_shape_counts_parameters_from_the_config(tmp_path: Path, tied: bool) -> None:
     settings = {
         "model_type": "qwen2",
         "vocab_size": 11,
@@ -319,9 +319,9 @@ def test_model_shape_counts_parameters_from_the_config(tmp_path: Path, tied: boo
         tied_embeddings=tied,
         context_length=99,
     )
-    assert model_shape(str(tmp_path)) == expected
+    assert policy_shape(load_config(), str(tmp_path)) == expected
 
 
-def test_model_shape_unreadable_policy_raises_with_path(tmp_path: Path) -> None:
+def test_policy_shape_unreadable_policy_raises_with_path(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"model\.path=.*cannot be read"):
-        model_shape(str(tmp_path))
+        policy_shape(load_config(), str(tmp_path))
