@@ -57,7 +57,7 @@ class QuantizedLinear(torch.nn.Linear):
         """
         torch.nn.Module.__init__(self)  # that of Linear would create a weight
         self.in_features, self.out_features = layer.in_features, layer.out_features
-        self.precision = layer.weight.dtype
+        self.quantized_from = self.dtype = layer.weight.dtype
         self.quantizer = QUANTIZERS[method]
         codes, scales = self.quantizer.quantize(layer.weight.detach())
         # Parameters, not buffers, which DDP would broadcast in each pass.
@@ -72,9 +72,9 @@ class QuantizedLinear(torch.nn.Linear):
         return super().__getattr__(name)
 
     def dequantized(self) -> torch.Tensor:
-        """Return the weight: (outputs, inputs), in the precision that the layer had."""
-        weight = self.quantizer.dequantize(self.codes, self.scales, self.precision)
-        return weight.view(self.out_features, self.in_features)
+        """Return the weight: (outputs, inputs), in the layer's precision."""
+        weight = self.quantizer.dequantize(self.codes, self.scales, self.quantized_from)
+        return weight.view(self.out_features, self.in_features).to(self.dtype)
 
     def expand(self, dtype: torch.dtype) -> None:
         """Replace codes and scales by a weight, the dequantized one in a precision."""
@@ -87,11 +87,12 @@ class QuantizedLinear(torch.nn.Linear):
         return cast(torch.Tensor, _Linear.apply(input, self.bias, self))
 
     def _apply(self, fn: Callable[..., torch.Tensor], recurse: bool = True) -> "QuantizedLinear":
-        """Move the layer; scales keep their precision if the policy's is changed, as codes do."""
+        """Move or convert the layer. A conversion changes the dequantized weight, but neither codes nor scales."""
         scales = self.scales.data
         super()._apply(fn, recurse)
         if self.scales.dtype != scales.dtype:
             self.scales.data = scales.to(self.scales.device)
+        self.dtype = fn(torch.empty(0, dtype=self.dtype)).dtype
         return self
 
 
@@ -120,11 +121,12 @@ def _quantize_nf4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _dequantize_nf4(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     library = _bitsandbytes()
+    computed = torch.float32 if dtype == torch.float64 else dtype  # it has no kernel for float64
     state = library.QuantState(
-        absmax=scales, shape=torch.Size([scales.numel(), BLOCK]), blocksize=BLOCK, quant_type="nf4", dtype=dtype
+        absmax=scales, shape=torch.Size([scales.numel(), BLOCK]), blocksize=BLOCK, quant_type="nf4", dtype=computed
     )
     weight: torch.Tensor = library.dequantize_4bit(codes, state)
-    return weight
+    return weight.to(dtype)
 
 
 def _bitsandbytes() -> Any:

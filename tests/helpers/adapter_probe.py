@@ -25,13 +25,18 @@ class Observation:
     """True if all tensors of the learner are the same bits after SYNCS further syncs."""
     stale: str
     """Error of the proof after a step that was not sent."""
+    of_other_base: str
+    """Error of the proof after a change of one frozen weight, or of one code in four bits, that was not sent."""
 
 
 @lone_process_group()
-def observe_adapters(policy: str, dtype: str, names: Sequence[str]) -> dict[str, Observation]:
+def observe_adapters(
+    policy: str, dtype: str, names: Sequence[str], method: str | None = None
+) -> dict[str, Observation]:
     """Train each adapter for STEPS steps at random, each followed by a sync, then sync SYNCS times more.
 
     Args:
+        method: `model.quantization`.
         policy: embedded policy; its output layer is separated from the embedding, so that both kinds of adapters fit.
     """
     from adapters import load
@@ -46,21 +51,24 @@ def observe_adapters(policy: str, dtype: str, names: Sequence[str]) -> dict[str,
     settings = ["grpo.max_completion_length=16", "cluster.num_workers=1", f"model.dtype={dtype}"]
     config = load_config(None, [f"model.path={folder}", *settings])
     learner = build_learner(config, model_path=str(folder), output_dir=tempfile.mkdtemp(), problems=[])
-    return {name: Probe(learner, folder, dtype, name).observe() for name in names}
+    return {name: Probe(learner, folder, dtype, name, method).observe() for name in names}
 
 
 class Probe:
     """One adapter in a learner whose engine is running."""
 
-    def __init__(self, learner: Any, folder: Path, dtype: str, name: str) -> None:
+    def __init__(self, learner: Any, folder: Path, dtype: str, name: str, method: str | None) -> None:
         import torch
-        from adapters import adapted, load
+        from adapters import adapted, load, settings_of
         from trl.trainer.utils import add_fused_lm_head
 
         from grpo_ray.data.arithmetic import arithmetic_problems
+        from grpo_ray.models.quantized import kept_modules, quantize_policy
         from grpo_ray.models.tokenizer import tokenize_prompts
 
         base = load(folder, dtype, tied=False)
+        if method:
+            quantize_policy(base, method, kept_modules(settings_of(name)))
         add_fused_lm_head(base, temperature=learner.temperature, outputs=("log_probs", "entropy"))
         self.learner, self.model = learner, adapted(base, name)
         learner.model = learner.engine.model = self.model
@@ -73,8 +81,6 @@ class Probe:
     def observe(self) -> Observation:
         import torch
         from adapters import state
-
-        from grpo_ray.errors import SyncError
 
         engine = self.learner.engine
         engine.sync_weights()
@@ -90,12 +96,32 @@ class Probe:
             engine.sync_weights()
         is_kept = all(torch.equal(kept[name], tensor) for name, tensor in state(self.model).items())
         self.step()
-        stale = ""
+        stale = self.refusal()
+        engine.sync_weights()
+        assert self.refusal() == ""
+        with torch.no_grad():
+            self.frozen().view(-1)[7] += 1
+        return Observation(gaps, moved, is_kept, stale, self.refusal())
+
+    def refusal(self) -> str:
+        """Return the error of the proof; "" if engine and learner have the same weights."""
+        from grpo_ray.errors import SyncError
+
         try:
-            engine.prove_weights()
+            self.learner.engine.prove_weights()
         except SyncError as error:
-            stale = str(error)
-        return Observation(gaps, moved, is_kept, stale)
+            return str(error)
+        return ""
+
+    def frozen(self) -> Any:
+        """Return a frozen weight, or the codes of one."""
+        from grpo_ray.models.quantized import quantized_layers
+
+        for _, layer in quantized_layers(self.model):
+            return layer.codes.data
+        return next(
+            each.data for name, each in self.model.named_parameters() if "up_proj" in name and not each.requires_grad
+        )
 
     def sample(self) -> Any:
         from sampled import sample

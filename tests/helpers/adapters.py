@@ -1,6 +1,6 @@
 """Adapters of every type in `model.peft`, with small settings for the embedded policies."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +77,15 @@ def settings_of(name: str) -> dict[str, Any]:
     return VARIANTS[name] if name in VARIANTS else {"type": name, **SMALL[name]}
 
 
-def narrow_policy(initial: Any, name: str, seed: int = 1) -> Any:
+Prepare = Callable[[Any], None]
+"""Changes a policy in place, before it gets its adapter."""
+
+
+def ignore(policy: Any) -> None:
+    """Leave a policy as it is."""
+
+
+def narrow_policy(initial: Any, name: str, seed: int = 1, prepare: Prepare = ignore) -> Any:
     """Give a policy like `stock_trl.exact_llama` a new adapter, in float32, which all types can begin with."""
     from peft import get_peft_model
 
@@ -87,11 +95,13 @@ def narrow_policy(initial: Any, name: str, seed: int = 1) -> Any:
         if name in NEED_BIASES and isinstance(module, torch.nn.Linear):
             module.bias = torch.nn.Parameter(torch.zeros(module.out_features))
     settings = settings_of(name)
+    initial.float()
+    prepare(initial)
     torch.manual_seed(seed)
-    return get_peft_model(initial.float(), build_config(settings | NARROW.get(settings["type"], {})))
+    return get_peft_model(initial, build_config(settings | NARROW.get(settings["type"], {})))
 
 
-def narrow_llama(name: str) -> Any:
+def narrow_llama(name: str, prepare: Prepare = ignore) -> Any:
     """Return the policy of `stock_trl.exact_llama` in float32 with a new adapter, as a worker builds it."""
     from stock_trl import exact_llama
     from transformers import LlamaForCausalLM
@@ -99,7 +109,7 @@ def narrow_llama(name: str) -> Any:
     initial = exact_llama()
     model = LlamaForCausalLM(initial.config)
     model.load_state_dict({each: weight.float() for each, weight in initial.state_dict().items()}, strict=False)
-    return narrow_policy(model, name)
+    return narrow_policy(model, name, prepare=prepare)
 
 
 def tried(quick: Sequence[str], mark: pytest.MarkDecorator = pytest.mark.slow) -> pytest.MarkDecorator:

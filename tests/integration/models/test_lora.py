@@ -13,6 +13,7 @@ from grpo_ray.config.loader import load_config
 from grpo_ray.config.sources import EMBEDDED_POLICIES
 from grpo_ray.errors import CheckpointError, ConfigError, TrainingError
 from grpo_ray.models.embedded_policy import embedded_policy
+from grpo_ray.models.quantized import QUANTIZATION
 from grpo_ray.models.tokenizer import load_tokenizer
 from grpo_ray.resilience.chaos import Fault
 from grpo_ray.storage.run_folder import RunFolder
@@ -186,26 +187,34 @@ OFT = "model.peft={type: OFT, oft_block_size: 8}"
 
 @pytest.mark.main_path
 @pytest.mark.parametrize(
-    ("adapter", "tensors"),
+    ("adapter", "method", "tensors"),
     [
-        pytest.param(DORA, 3, id="DoRA"),
-        pytest.param(LORA, 2, id="LoRA", marks=pytest.mark.slow),
-        pytest.param(OFT, 1, id="OFT", marks=pytest.mark.slow),
+        pytest.param(DORA, "nf4", 3, id="DoRA-nf4"),
+        pytest.param(DORA, None, 3, id="DoRA", marks=pytest.mark.slow),
+        pytest.param(LORA, None, 2, id="LoRA", marks=pytest.mark.slow),
+        pytest.param(OFT, None, 1, id="OFT", marks=pytest.mark.slow),
     ],
 )
 def test_adapter_run_is_saved_resumed_measured_and_exported(
-    small_run: Callable[..., Any], policy: Path, capsys: pytest.CaptureFixture[str], adapter: str, tensors: int
+    small_run: Callable[..., Any],
+    policy: Path,
+    capsys: pytest.CaptureFixture[str],
+    adapter: str,
+    method: str | None,
+    tensors: int,
 ) -> None:
     """An adapter has so many tensors in each of the seven linear layers of the policy's two blocks."""
     from grpo_ray.cli import main
 
-    whole, folder = small_run("whole", adapter, SIGNAL)
+    quantized = f"model.quantization={method or 'null'}"
+    whole, folder = small_run("whole", adapter, quantized, SIGNAL)
     rows = rows_of(folder)
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     assert max(row["engine/logprob_gap_mean"] for row in rows) < 1e-4
     files = {path.name for path in Path(whole.latest_checkpoint).iterdir()}
     assert {"adapter_model.safetensors", "adapter_config.json", "optimizer.pt", "tokenizer.json"} <= files
     assert not files & {"model.safetensors", "README.md"}
+    assert (QUANTIZATION in files) == (method is not None)
     assert json.loads(Path(whole.latest_checkpoint, "adapter_config.json").read_text())[
         "base_model_name_or_path"
     ] == str(policy)
@@ -215,7 +224,7 @@ def test_adapter_run_is_saved_resumed_measured_and_exported(
     assert whole.heldout_after == best["heldout/accuracy"]
 
     killed, folder = small_run(
-        "killed", adapter, SIGNAL, "run.max_failures=1",
+        "killed", adapter, quantized, SIGNAL, "run.max_failures=1",
         faults=[Fault("kill-backward", step=4)],
     )  # fmt: skip
     assert [event["step"] for event in events_of(folder, "began")] == [0, 2]

@@ -86,11 +86,13 @@ def test_layer_takes_four_bits_and_a_scale_for_each_block(method: str, bytes_per
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_layer_keeps_its_weight_when_the_policy_changes_precision(method: str) -> None:
+def test_converted_policy_rounds_the_dequantized_weight(method: str) -> None:
     layer = QuantizedLinear(plain_layer(), method)
-    before = layer.weight.clone()
-    half = torch.nn.Sequential(layer).to(torch.bfloat16)[0]
-    assert torch.equal(half.weight, before) and half.bias.dtype == torch.bfloat16
+    before, stored = layer.weight.clone(), (layer.codes.clone(), layer.scales.clone())
+    for dtype in (torch.bfloat16, torch.float64):
+        converted = torch.nn.Sequential(layer).to(dtype)[0]
+        assert torch.equal(converted.weight, before.to(dtype)) and converted.bias.dtype == dtype
+        assert torch.equal(converted.codes, stored[0]) and torch.equal(converted.scales, stored[1])
 
 
 def quantized_policy(policy: Path, method: str, name: str, dtype: str = "float32") -> Any:
