@@ -112,7 +112,7 @@ ASSUMED_PROMPT = 2048
 REWARD_MODEL_TOKENS = 16_384
 """Most tokens of a reward model's forward pass, padding included, unless a single text is longer."""
 
-QUANTIZED_BYTES = {"nf4": 0.5 + 4 / 64}
+QUANTIZED_BYTES = {"nf4": 0.5 + 4 / 64, "int4": 0.5 + 2 / 64}
 """Bytes of a weight in four bits, with its part of a scale (`models/quantized.py`)."""
 
 BYTES_PER_NUMBER = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -707,10 +707,18 @@ class _Passes:
             0 if self.config.model.adapter or self._number_bytes == 4 else (self._number_bytes + 4) * weight
         )
         gradients = int(self.tokens * self._sizes.backward.bytes(self.shape) * max(1.0, self._adapter_costs[0]))
-        # A quantized weight is dequantized for its product, the largest one at the peak.
-        dequantized = self._number_bytes * weight if self.config.model.quantization else 0
-        others = weight_gradient + dequantized + self._gathered + reduced
+        others = weight_gradient + self._dequantized + self._gathered + reduced
         return self._output_gradient + recomputed + gradients + others
+
+    @property
+    def _dequantized(self) -> int:
+        """Largest dequantized weight, as far as it takes more than activations that are gone while it is there."""
+        method, intermediate = self.config.model.quantization, self.shape.intermediate_size
+        if method is None:
+            return 0
+        per_weight = self._number_bytes + (method == "int4")  # int4 is dequantized by way of bytes
+        gone = 4 * self.tokens * intermediate  # two gradients inside the MLP
+        return max(0, per_weight * self.shape.hidden_size * intermediate - gone)
 
     @property
     def _embedding(self) -> int:

@@ -152,7 +152,7 @@ def _quantize_int4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def _dequantize_int4(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     pairs = codes.view(torch.uint8)
     values = torch.stack((pairs & 15, pairs >> 4), dim=-1).view(*scales.shape, BLOCK)
-    return (values.to(dtype) - 8) * scales.to(dtype)[..., None]
+    return values.to(dtype).sub_(8).mul_(scales.to(dtype)[..., None])  # in place: a copy of a weight is large
 
 
 MISSING = "model.quantization=nf4 needs bitsandbytes, which is not installed: pip install 'grpo-ray[nf4]'"

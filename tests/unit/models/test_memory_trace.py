@@ -17,6 +17,7 @@ from trl.trainer import utils as trl_utils
 from grpo_ray.config.loader import load_config
 from grpo_ray.models.adapters import build_config, train_in_float32
 from grpo_ray.models.memory import TILE_COLUMNS, TILE_TOKENS, ModelShape, estimate_memory
+from grpo_ray.models.quantized import QUANTIZERS, quantizable_layers, quantize_policy
 
 HIDDEN, QUERY, KEY, INTERMEDIATE, HEAD = 32, 32, 16, 160, 16
 """The ratio of the MLP to the rest is that of Qwen2.5. Weights are small beside the activations of TOKENS tokens."""
@@ -136,6 +137,59 @@ def test_estimate_of_other_adapters_is_near_a_traced_pass(kind: str, recompute: 
             hidden = model.get_base_model().model(input_ids=ids, use_cache=False).last_hidden_state
         hidden.float().sum().backward()
     assert 0.8 < (memory.kept_activations + memory.working_memory) / traced.peak < 1.35
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize(("hidden", "tokens"), [(128, 1024), (512, 512), (1024, 64)])
+@pytest.mark.parametrize("method", QUANTIZERS)
+def test_estimate_of_a_policy_in_four_bits_is_within_a_tenth(
+    method: str, hidden: int, tokens: int, recompute: bool
+) -> None:
+    """The last size has larger weights than activations, the first one smaller ones."""
+    config = Qwen2Config(
+        num_hidden_layers=2,
+        hidden_size=hidden,
+        intermediate_size=5 * hidden,
+        num_attention_heads=hidden // 32,
+        num_key_value_heads=hidden // 64,
+        vocab_size=32,
+        tie_word_embeddings=True,
+    )
+    policy = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    parameters = sum(each.numel() for each in policy.parameters())
+    in_four_bits = sum(policy.get_submodule(name).weight.numel() for name in quantizable_layers(policy))
+    quantize_policy(policy, method)
+    model = get_peft_model(policy, LoraConfig(task_type="CAUSAL_LM", r=RANK, target_modules="all-linear")).train()
+    if recompute:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.enable_input_require_grads()
+    shape = ModelShape(
+        parameters=parameters,
+        layers=2,
+        hidden_size=hidden,
+        intermediate_size=5 * hidden,
+        query_size=hidden,
+        key_value_size=hidden // 2,
+        vocabulary=32,
+        tied_embeddings=True,
+        context_length=tokens,
+        adapter_parameters=sum(each.numel() for each in model.parameters() if each.requires_grad),
+        quantized_parameters=in_four_bits,
+    )
+    settings = ["cluster.use_gpu=true", f"model.lora={{rank: {RANK}}}", f"model.quantization={method}"]
+    memory = estimate_memory(
+        load_config(None, settings), shape, sequence_length=tokens, tokens=tokens, gradient_checkpointing=recompute
+    )
+    stored = sum(each.nbytes for each in model.parameters())
+    assert memory.weights == pytest.approx(stored, rel=0.001)
+    with LiveMemory([*model.parameters(), *model.buffers()]) as traced:
+        with torch.autocast("cpu", torch.bfloat16):
+            ids = torch.zeros(1, tokens, dtype=torch.long)
+            states = model.get_base_model().model(input_ids=ids, use_cache=False).last_hidden_state
+        states.float().sum().backward()
+    estimated = memory.weights + memory.kept_activations + memory.working_memory
+    assert estimated == pytest.approx(stored + traced.peak, rel=0.1), f"{estimated / (stored + traced.peak):.3f}"
 
 
 def test_estimate_has_the_tile_of_the_output_layer() -> None:
