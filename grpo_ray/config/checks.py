@@ -20,7 +20,10 @@ from grpo_ray.config.peft_fields import (
     NOT_QUANTIZED,
     NOT_SHARDED,
     PLAIN_LORA,
+    REQUEST_RANKS,
     STARTS_ELSEWHERE,
+    is_requestable,
+    largest_rank,
     moves_the_base,
     starts_elsewhere,
 )
@@ -575,6 +578,42 @@ def _own_optimizer(config: "Config") -> list[tuple[str, Any]]:
     return [(f"grpo.{name}", config.grpo.trl[name]) for name in names if name in config.grpo.trl]
 
 
+def adapter_can_be_requested(config: "Config") -> str | None:
+    """Require LoRA that vLLM can apply in its forward pass for `engine.adapter=request`."""
+    adapter = config.model.adapter
+    if config.adapter_sync != "request":
+        return None
+    if not adapter or adapter["type"] != "LORA":
+        return (
+            "engine.adapter=request needs LoRA, the only adapter that vLLM applies in its forward pass; set model.lora "
+            "or model.peft={type: LORA}, or engine.adapter=merge"
+        )
+    if others := sorted(name for name in adapter if not is_requestable(name, adapter[name])):
+        return (
+            f"engine.adapter=request does not go with model.peft.{others[0]}={override_text(adapter[others[0]])}: vLLM "
+            f"applies the two matrices of each layer and nothing else; leave {others[0]} out, or set "
+            "engine.adapter=merge"
+        )
+    if (rank := largest_rank(adapter)) > REQUEST_RANKS[-1]:
+        field = "model.lora.rank" if config.model.lora else "model.peft.r"
+        return (
+            f"engine.adapter=request does not go with a rank of {rank} ({field}): vLLM takes at most "
+            f"{REQUEST_RANKS[-1]}; set a smaller rank, or engine.adapter=merge"
+        )
+    if (method := config.engine.vllm.get("quantization")) is not None:
+        return (
+            f"engine.adapter=request does not go with engine.vllm={{quantization: {method}}}: the adapter would be "
+            "applied to other weights than those it is trained on, and no checksum would prove it; set "
+            "engine.adapter=merge, or leave quantization out"
+        )
+    if config.cluster.use_gpu and config.dtype == "float32":
+        return (
+            "engine.adapter=request does not go with model.dtype=float32 on GPUs, for which vLLM's kernels of LoRA "
+            "have 16 bits only; set model.dtype=bfloat16, or engine.adapter=merge"
+        )
+    return None
+
+
 def sharded_learner_has_workers(config: "Config") -> str | None:
     """Require at least 2 `cluster.num_workers` for `cluster.shard_learner`."""
     if config.cluster.shard_learner and config.cluster.min_workers < 2:
@@ -946,6 +985,7 @@ CHECKS: tuple[Callable[["Config"], str | None], ...] = (
     adapter_can_be_sharded,
     quantized_policy_has_an_adapter,
     adapter_optimizer_fits,
+    adapter_can_be_requested,
     every_reward_has_a_weight,
     reward_names_differ,
     limits_are_of_isolated_rewards,

@@ -111,6 +111,18 @@ NO_LINEAR_LAYERS = frozenset({"LN_TUNING", "TRAINABLE_TOKENS", "BEFT"})
 PLAIN_LORA = frozenset({"type", "r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules", "use_rslora"})
 """Fields of LoRA with which each update is two matrices, and nothing else is trained."""
 
+REQUESTED_LORA = PLAIN_LORA | {
+    "init_lora_weights",
+    "rank_pattern",
+    "alpha_pattern",
+    "layers_to_transform",
+    "layers_pattern",
+}
+"""The same with fields of its first weights, and of ranks, scales and places: what a LoRA request of vLLM can apply."""
+
+REQUEST_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks of the slot in which vLLM holds the adapter of a LoRA request, in all supported releases."""
+
 NOT_SHARDED = frozenset(
     {"DELORA", "FROD", "GLORA", "PSOFT", "RANDLORA", "SUPERTUNING", "TINYLORA", "UNILORA", "VBLORA", "VERA"}
 )
@@ -205,6 +217,19 @@ def peft_arguments(settings: Mapping[str, Any]) -> dict[str, Any]:
     if "progressbar" in fields:
         arguments["progressbar"] = False
     return arguments
+
+
+def is_requestable(name: str, value: Any) -> bool:
+    """Return whether a LoRA request of vLLM can apply LoRA with this field of `model.peft`."""
+    if name == "init_lora_weights":
+        return str(value).lower() != "mica"  # a variant of PEFT, with a forward pass of its own
+    return name in REQUESTED_LORA or not value or (name, value) == ("bias", "none")
+
+
+def largest_rank(settings: Mapping[str, Any]) -> int:
+    """Return the largest rank of a LoRA adapter's layers; PEFT's default if none is given."""
+    ranks = (settings.get("rank_pattern") or {}).values()  # PEFT refuses values that are no numbers
+    return max([int(settings.get("r") or 8), *(each for each in ranks if isinstance(each, int))])
 
 
 def starts_elsewhere(settings: Mapping[str, Any]) -> bool:

@@ -548,6 +548,10 @@ class EngineConfig:
     logprob_tolerance: Annotated[float, Field(gt=0)] | None = None
     """Maximum mean difference, in nats, between the log-probabilities of engine and learner after a weight sync; a
     larger difference stops the run. null (derived): 0.001 in float32, 0.05 in 16-bit precision."""
+    adapter: Literal["merge", "request"] | None = None
+    """Form in which the engine gets the adapter of `model.lora` or `model.peft`: "merge" adds it to the weights that
+    each sync sends; "request" sends the frozen weights once, and then the adapter alone, which vLLM applies as a LoRA
+    request (for LoRA and rsLoRA; see adapters.md). null (derived): "merge"."""
     compile_cache: AbsoluteFolder | None = None
     """Folder on each node for the code that vLLM compiles while an engine starts (its VLLM_CACHE_ROOT). Set it to a
     folder that survives restarts if the home folder does not, as in a container; a shared folder works too. Later
@@ -894,6 +898,11 @@ class Config:
     def tensor_parallel_size(self) -> int:
         """Workers that share an engine (TRL's field)."""
         return int(effective_value(self.grpo.trl, "vllm_tensor_parallel_size"))
+
+    @property
+    def adapter_sync(self) -> str:
+        """Form in which the engine gets an adapter: "merge" or "request"."""
+        return self.engine.adapter or "merge"
 
     @property
     def dtype(self) -> str:

@@ -46,7 +46,7 @@ OURS: dict[str, str] = {
 """Argument that cannot be set -> the keys that it follows from."""
 
 _PLACEMENT = "is determined by Ray Train's process group; set cluster.num_workers or grpo.vllm_tensor_parallel_size"
-_ADAPTER = "has no effect: an adapter is merged into the engine's weights at every sync; set model.lora"
+_ADAPTER = "follows from the adapter that is trained; set model.lora or model.peft, and engine.adapter"
 _OTHER_MODEL = "would not reach the learner, which must have the same policy; set model.path to another folder"
 _TEXT_ONLY = "has no effect: the engine generates text from token ids"
 _SERVER = "has no effect: there is no server, each worker has an engine in its own process"

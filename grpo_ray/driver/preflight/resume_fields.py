@@ -103,7 +103,7 @@ APPLIED: dict[str, tuple[str, ...]] = {
         "cluster.use_gpu", "cluster.cpus_per_worker", "cluster.threads_per_worker", "model.dtype",
         "rewards.model_gpus",
         "model.trust_remote_code", "engine.gpu_memory_utilization", "engine.cpu_cache_gib", "engine.max_model_len",
-        "engine.logprob_tolerance", "engine.compile_cache", "engine.vllm", "grpo.micro_batch_size",
+        "engine.logprob_tolerance", "engine.adapter", "engine.compile_cache", "engine.vllm", "grpo.micro_batch_size",
         "grpo.tokens_per_micro_batch", "grpo.exact_savings", "grpo.tf32",
         "grpo.gradient_checkpointing", "grpo.gradient_checkpointing_kwargs", "grpo.torch_empty_cache_steps",
         "grpo.ddp_find_unused_parameters", "grpo.ddp_bucket_cap_mb", "grpo.ddp_broadcast_buffers", "grpo.fsdp_config",

@@ -284,6 +284,7 @@ VIOLATIONS = {
     "reference_is_the_first_policy": ["model.peft={type: FOURIERFT}", "grpo.beta=0.1"],
     "adapter_can_be_sharded": ["model.peft={type: VERA}", "cluster.shard_learner=true"],
     "adapter_optimizer_fits": ["model.adapter_optimizer={name: loraplus}", "model.peft={type: OFT}"],
+    "adapter_can_be_requested": ["engine.adapter=request", "model.peft={type: OFT}"],
     "every_reward_has_a_weight": ["grpo.reward_weights=[1, 2]"],
     "reward_names_differ": ["rewards.functions=[correctness, correctness]"],
     "limits_are_of_isolated_rewards": ["rewards.isolate_seconds=5"],
@@ -517,3 +518,42 @@ def test_config_remote_sandbox_is_accepted(overrides: list[str]) -> None:
 @pytest.mark.parametrize("address", ["http://host", "https://hooks.example.org/services/x?y=1", "http://[::1]:8080/a"])
 def test_config_notify_web_address_is_accepted(address: str) -> None:
     assert load_config(None, [f"run.notify={address}"]).run.notify == address
+
+
+@pytest.mark.parametrize(
+    "adapter",
+    [
+        "model.lora={rank: 512, dropout: 0.1, target_modules: [q_proj]}",
+        "model.peft={type: LORA, r: 8, use_rslora: true, bias: none, use_dora: false, modules_to_save: null}",
+        "model.peft={type: LORA, init_lora_weights: pissa, rank_pattern: {q_proj: 512}, alpha_pattern: {v_proj: 4}}",
+        "model.peft={type: LORA, layers_to_transform: [1]}",
+    ],
+)
+def test_adapter_request_takes_lora_of_two_matrices(adapter: str) -> None:
+    config = load_config(None, [adapter, "engine.adapter=request"])
+    assert config.adapter_sync == "request"
+    assert load_config(None, [adapter]).adapter_sync == "merge"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reason"),
+    [
+        ([], "needs LoRA"),
+        (["model.peft={type: IA3}"], "needs LoRA"),
+        (["model.peft={type: LORA, use_dora: true}"], r"model\.peft\.use_dora=true"),
+        (["model.peft={type: LORA, lora_bias: true}"], r"model\.peft\.lora_bias=true"),
+        (["model.peft={type: LORA, bias: all}"], r"model\.peft\.bias=all"),
+        (["model.peft={type: LORA, modules_to_save: [norm]}"], r"model\.peft\.modules_to_save="),
+        (["model.peft={type: LORA, trainable_token_indices: [3]}"], r"model\.peft\.trainable_token_indices=\[3\]"),
+        (["model.peft={type: LORA, init_lora_weights: mica}"], r"model\.peft\.init_lora_weights=mica"),
+        (["model.lora={rank: 513}"], r"a rank of 513 \(model\.lora\.rank\): vLLM takes at most 512"),
+        (["model.peft={type: LORA, rank_pattern: {q_proj: 600}}"], r"a rank of 600 \(model\.peft"),
+        (["model.lora={}", "engine.vllm={quantization: fp8}", "model.dtype=bfloat16"], "quantization: fp8"),
+        (["model.lora={}", "cluster.use_gpu=true", "model.dtype=float32"], r"model\.dtype=float32 on GPUs"),
+    ],
+)
+def test_adapter_request_names_what_vllm_cannot_apply(overrides: list[str], reason: str) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"^engine\.adapter=request .*{reason}.*; (set|leave).*engine\.adapter=merge"
+    ):
+        load_config(None, [*overrides, "engine.adapter=request"])
