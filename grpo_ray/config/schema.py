@@ -275,8 +275,9 @@ class ModelConfig:
     adapter_optimizer: AdapterOptimizerConfig | None = None
     """Optimizer of PEFT for LoRA: {name: loraplus, ratio: 16} or {name: lorafa}. null: that of `grpo.optim`."""
     quantization: Literal["nf4", "int4"] | None = None
-    """Keep the frozen weights of linear layers in four bits, under an adapter (QLoRA): "nf4" stores them in the format
-    of bitsandbytes; the engine has the same weights in `model.dtype`. null: off."""
+    """Keep the frozen weights of linear layers in four bits, under an adapter (QLoRA). "nf4": the learner's, in the
+    format of bitsandbytes; the engine has the same weights in `model.dtype`. "int4": one format that learner and engine
+    both read, with LoRA. null: off."""
 
     @property
     def adapter(self) -> Mapping[str, Any] | None:
@@ -551,7 +552,8 @@ class EngineConfig:
     adapter: Literal["merge", "request"] | None = None
     """Form in which the engine gets the adapter of `model.lora` or `model.peft`: "merge" adds it to the weights that
     each sync sends; "request" sends the frozen weights once, and then the adapter alone, which vLLM applies as a LoRA
-    request (for LoRA and rsLoRA; see adapters.md). null (derived): "merge"."""
+    request (for LoRA and rsLoRA; see adapters.md). null (derived): "request" with
+    `model.quantization=int4`, otherwise "merge"."""
     compile_cache: AbsoluteFolder | None = None
     """Folder on each node for the code that vLLM compiles while an engine starts (its VLLM_CACHE_ROOT). Set it to a
     folder that survives restarts if the home folder does not, as in a container; a shared folder works too. Later
@@ -902,7 +904,7 @@ class Config:
     @property
     def adapter_sync(self) -> str:
         """Form in which the engine gets an adapter: "merge" or "request"."""
-        return self.engine.adapter or "merge"
+        return self.engine.adapter or ("request" if self.model.quantization == "int4" else "merge")
 
     @property
     def dtype(self) -> str:

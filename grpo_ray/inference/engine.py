@@ -11,8 +11,10 @@ Differences from TRL:
 """
 
 import secrets
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,6 +28,14 @@ from grpo_ray.errors import DataError, SyncError
 from grpo_ray.inference.arguments import llm_arguments, request_parameters
 from grpo_ray.inference.cpu_packing import is_packed, pack_on_next_use, repackable_layers
 from grpo_ray.inference.cpu_sampler import install_cpu_sampler
+from grpo_ray.inference.lora_requests import LoraSlot, base_layers, lora_arguments
+from grpo_ray.inference.quantized_base import (
+    engine_layers,
+    frozen_places,
+    output_slices,
+    require_same_base,
+    write_compressed_policy,
+)
 from grpo_ray.inference.sampling import (
     Completion,
     OnFinished,
@@ -50,8 +60,8 @@ from grpo_ray.inference.vllm_internals import (
     token_sampler,
     unlink_shared_memory,
 )
-from grpo_ray.inference.weight_proof import WeightProof, learner_weights
-from grpo_ray.models.adapters import merged_weights
+from grpo_ray.inference.weight_proof import WeightProof, is_matrix, learner_weights, request_weights
+from grpo_ray.models.adapters import frozen_weights, lora_updates, merged_weights, require_plain_lora
 from grpo_ray.telemetry.profiler import PhaseProfiler, in_phase
 from grpo_ray.text.redaction import redact
 
@@ -94,6 +104,8 @@ class Engine(VLLMGeneration):
         # 0: only the sampled token's log-probability; 1: a second value as well, its unprocessed log-probability.
         self.training_sampling = training_sampling(config) | {"logprobs": 1 if config.sampling.processing else 0}
         """Arguments of `vllm.SamplingParams` for a completion of training, without its seed."""
+        self._shares_four_bits = config.model.quantization == "int4"
+        self._folder = Path(args.output_dir)
         self._next_request_id = 0
         self.proofs = 0
         """Number of proofs by checksums so far."""
@@ -114,15 +126,30 @@ class Engine(VLLMGeneration):
         self.enable_sleep_mode = self.enable_sleep_mode and not on_cpu
         token = self._join_tensor_parallel_group(secrets.token_hex(8))
         prefer_second_runner()
+        lora: dict[str, Any] = {}
+        if self.config.adapter_sync == "request":
+            lora = lora_arguments(require_plain_lora(self.model))
+        path = self.model.name_or_path
+        if self._shares_four_bits:
+            path = str(self._folder / "int4")
+            write_compressed_policy(self._adapted, self.processing_class, Path(path))
         with repackable_layers() as self._repackable_layers, named_shared_memory(token):
             self.llm = LLM(
-                **llm_arguments(self.model.name_or_path, self.config, max_num_seqs=self.max_num_seqs),
+                **llm_arguments(path, self.config, max_num_seqs=self.max_num_seqs),
+                **lora,
                 tensor_parallel_size=self.tensor_parallel_size,
                 gpu_memory_utilization=self.gpu_memory_utilization,
                 enable_sleep_mode=self.enable_sleep_mode,
                 # vLLM joins the worker's own process group instead of starting worker processes.
                 distributed_executor_backend="external_launcher",
             )
+        if self._shares_four_bits:
+            shutil.rmtree(path)
+        self.slot = LoraSlot(self.llm) if lora else None
+        """The adapter that requests name; None if it is merged, or there is none."""
+        self._holds_frozen_weights = False
+        self._has_new_weights = True
+        """False once weights have been proven that were sent before the adapter."""
         if on_cpu:
             # On CUDA vLLM's own sampler stays; see `prefer_second_runner` for the cost of a seed per request.
             install_cpu_sampler(token_sampler(self.llm))
@@ -166,7 +193,9 @@ class Engine(VLLMGeneration):
         """Release the memory of weights and KV cache."""
         # vLLM schedules one step ahead, so a last step, whose results are not used, may still be running.
         self.profiler.wait_for_device()
-        self.llm.sleep(level=2)
+        # Weights that no sync sends again are kept in main memory.
+        self.llm.sleep(level=1 if self._shares_four_bits else 2)
+        self._holds_frozen_weights = self._shares_four_bits and self._holds_frozen_weights
 
     def _empty_prefix_cache(self) -> None:
         """Delete the cached keys and values of earlier prompts.
@@ -201,7 +230,21 @@ class Engine(VLLMGeneration):
             empty_cache()
             self.llm.wake_up(tags=["weights"])
             self._llm_weights_sleeping = False
-        loaded, expected = self._load_weights()
+        if self._shares_four_bits:
+            self._compare_base()
+        elif self.slot is None or not self._holds_frozen_weights:
+            self._send_weights()
+        if self.slot is not None:
+            self.slot.send(lora_updates(self._adapted))
+        self._empty_prefix_cache()
+        self._prove_weights()
+        self.profiler.wait_for_device()  # otherwise the copies would count as generation
+
+    def _send_weights(self) -> None:
+        """Copy all weights into the engine: merged, or the frozen ones below an adapter that requests name."""
+        self._has_new_weights = True
+        with base_layers(engine_model(self.llm)):
+            loaded, expected = self._load_weights()
         if missing := sorted(expected - loaded):
             raise SyncError(
                 f"weight sync did not reach {len(missing)} of the engine's {len(expected)} parameters, first "
@@ -209,16 +252,28 @@ class Engine(VLLMGeneration):
             )
         for layer in self._repackable_layers:
             pack_on_next_use(layer)
-        self._empty_prefix_cache()
-        self._prove_weights()
-        self.profiler.wait_for_device()  # otherwise the copies would count as generation
+        self._holds_frozen_weights = self.slot is not None
+
+    def _compare_base(self) -> None:
+        """Compare the base in four bits, which vLLM has loaded from a file, with the learner's; once."""
+        if self._holds_frozen_weights:
+            return
+        assert self.slot is not None
+        model = engine_model(self.llm)
+        with base_layers(model):
+            require_same_base(self._adapted, model)
+            slices = {name: output_slices(layer) for name, layer in engine_layers(model).items()}
+        places = frozen_places(self._adapted, slices)
+        self.weight_proof.set_layout(self.slot.of_matrices(places, lora_updates(self._adapted)))
+        self.weight_proof.note_precision(self._parameters())
+        self._holds_frozen_weights = True
 
     def _load_weights(self) -> tuple[set[str], set[str]]:
         """Load the weights through vLLM; return the names of the parameters set, and of those that must be.
 
         The first load also records where vLLM stores each weight.
         """
-        weights, parameters = self._iter_named_params(), self._parameters()
+        weights, parameters = self._iter_named_params(), dict(engine_model(self.llm).named_parameters())
         if (method := self.llm.llm_engine.model_config.quantization) is not None:
             self.weight_proof.set_quantized(method)
             return load_weights(self.llm, weights)
@@ -228,8 +283,11 @@ class Engine(VLLMGeneration):
             with self.weight_proof.recorder(parameters) as recorder:
                 names = load_weights(self.llm, recorder.watch(weights))
             if names[1] <= names[0]:  # otherwise `sync_weights` raises an error that names the parameters
-                self.weight_proof.set_layout(recorder.recorded())
-        self.weight_proof.note_precision(parameters)
+                recorded = recorder.recorded()
+                if self.slot is not None:
+                    recorded = self.slot.with_matrices(recorded, lora_updates(self._adapted))
+                self.weight_proof.set_layout(recorded)
+        self.weight_proof.note_precision(self._parameters())
         return names
 
     @in_phase("sync")
@@ -246,12 +304,27 @@ class Engine(VLLMGeneration):
             self._prove_weights()
 
     def _prove_weights(self) -> None:
-        weights = ((self._fix_param_name_to_vllm(name), weight) for name, weight in learner_weights(self.model))
+        if self.slot is not None:
+            self.slot.require_nothing_else()
+        named = learner_weights(self.model) if self.slot is None else request_weights(self._adapted)
+        if self._shares_four_bits:
+            named = ((name, weight) for name, weight in named if is_matrix(name))
+        weights = ((self._fix_param_name_to_vllm(name), weight) for name, weight in named)
         self.weight_proof.compare(weights, self._parameters(), self._stale_copies)
         self.proofs += 1
+        self._has_new_weights = self.slot is None
 
     def _parameters(self) -> dict[str, torch.Tensor]:
-        return dict(engine_model(self.llm).named_parameters())
+        """Return the engine's parameters, and the matrices of the adapter that requests name."""
+        model = engine_model(self.llm)
+        with base_layers(model):
+            return dict(model.named_parameters()) | ({} if self.slot is None else self.slot.tensors())
+
+    @property
+    def _adapted(self) -> PeftModel:
+        """The learner's model, which has an adapter."""
+        assert isinstance(self.model, PeftModel)
+        return self.model
 
     def _stale_copies(self) -> list[str]:
         """Describe the data that the engine has computed with its weights and still keeps, one text for each kind."""
@@ -260,7 +333,8 @@ class Engine(VLLMGeneration):
             copies.append(f"keys and values of earlier prompts ({blocks} blocks of its prefix cache)")
         if self.llm.llm_engine.has_unfinished_requests():
             copies.append("requests that were begun with older weights")
-        if packed := sum(map(is_packed, self._repackable_layers)):
+        # Those of the frozen weights stay while the adapter changes.
+        if self._has_new_weights and (packed := sum(map(is_packed, self._repackable_layers))):
             copies.append(f"packed weights of {packed} linear layers")
         return copies
 
@@ -270,6 +344,8 @@ class Engine(VLLMGeneration):
         TRL's version merges an adapter into the learner's weights and unmerges it afterwards, which in 16 bits changes
         them slightly each time. This version only reads them.
         """
+        if self.slot is not None:
+            return frozen_weights(self._adapted)
         return merged_weights(self.model) if isinstance(self.model, PeftModel) else super()._iter_named_params()
 
     @in_phase("generate")
@@ -372,7 +448,12 @@ class Engine(VLLMGeneration):
         self._next_request_id += len(prompts)
         for number, (prompt, arguments) in enumerate(zip(prompts, sampling, strict=True)):
             parameters = request_parameters(arguments, output_kind=RequestOutputKind.FINAL_ONLY)
-            engine.add_request(str(first_id + number), {"prompt_token_ids": prompt}, parameters)
+            engine.add_request(
+                str(first_id + number),
+                {"prompt_token_ids": prompt},
+                parameters,
+                lora_request=None if self.slot is None else self.slot.request,
+            )
         finished: dict[int, RequestOutput] = {}
         own_numbers = range(len(prompts))[own]
         while engine.has_unfinished_requests():

@@ -3,7 +3,8 @@
 | private part of vLLM                              | reason for using it                                             |
 |---------------------------------------------------|-----------------------------------------------------------------|
 | path from `LLM` to its model runner               | the weights are loaded into the runner's model, and the sampler |
-|                                                   | belongs to the runner                                           |
+|                                                   | belongs to the runner; so does the manager of LoRA adapters     |
+|                                                   | (see `lora_requests.py` for its own private parts)              |
 | `dispatch_cpu_unquantized_gemm`, `cpu_linear`     | the CPU backend discards the weights that it has packed, so     |
 |                                                   | they could not be synced (see `cpu_packing.py`)                 |
 | `TopKTopPSampler.forward`, `apply_top_k_top_p`    | the CPU's sampling is replaced (see `cpu_sampler.py`)           |
@@ -63,6 +64,11 @@ def logits_sampler(llm: "LLM") -> "Sampler":
 def token_sampler(llm: "LLM") -> "TopKTopPSampler":
     """Return the part of the engine that draws tokens from logits."""
     return _model_runner(llm).sampler.topk_topp_sampler
+
+
+def lora_manager(llm: "LLM") -> Any:
+    """Return the part of the engine that holds its LoRA adapters (see `lora_requests.py`)."""
+    return _model_runner(llm).lora_manager
 
 
 def _model_runner(llm: "LLM") -> Any:

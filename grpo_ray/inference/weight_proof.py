@@ -93,9 +93,43 @@ def learner_weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]
         yield WRAPPERS.sub("", name), weight.detach()
 
 
-CODES = ".codes"
-"""End of the name of a quantized layer's parameter from which its weight is dequantized."""
+CODES, SCALES = ".codes", ".scales"
+"""Ends of the names of a quantized layer's parameters."""
 
+
+def request_weights(model: PeftModel) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (name, weight) of the learner's frozen weights, and of both matrices of each update of plain LoRA.
+
+    The matrices are named <layer>.lora_A and <layer>.lora_B, the second one with the update's scale. Sharded weights
+    stay DTensors. As in `learner_weights`, they are looked up by the model's parameters.
+    """
+    policy = model.get_base_model()
+    quantized = dict(quantized_layers(policy))
+    for name, parameter in policy.named_parameters():
+        weight, found = parameter.detach(), LORA_MATRIX.fullmatch(name)
+        if found is None:
+            if (layer := name.removesuffix(CODES)) in quantized:
+                name, weight = f"{layer}.weight", quantized[layer].dequantized()
+            elif name.removesuffix(SCALES) in quantized:
+                continue
+            yield WRAPPERS.sub("", name), weight
+            continue
+        layer, matrix, adapter = found["layer"], found["matrix"], found["adapter"]
+        scale = policy.get_submodule(layer).scaling[adapter]
+        yield f"{layer}.{matrix}", weight.float() * scale if matrix == SECOND else weight
+
+
+FIRST, SECOND = "lora_A", "lora_B"
+"""Names of the matrices of an update: (r, inputs) and (outputs, r)."""
+
+
+def is_matrix(name: str) -> bool:
+    """Return whether `request_weights` has this name for a matrix of an update."""
+    return name.endswith((f".{FIRST}", f".{SECOND}"))
+
+
+LORA_MATRIX = re.compile(rf"(?P<layer>.+)\.(?P<matrix>{FIRST}|{SECOND})\.(?P<adapter>[^.]+)\.weight")
+"""Name of the parameter of PEFT that holds such a matrix."""
 WRAPPERS = re.compile(r"\.(base_layer|original_module|token_adapter)(?=\.)")
 """Parts of a parameter's name that come from the modules of an adapter around its layer."""
 

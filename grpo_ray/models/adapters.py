@@ -7,6 +7,7 @@ merging and unmerging them in place, which TRL takes at every sync, moves a froz
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from peft import PeftConfig, PeftModel, get_peft_model
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from peft.optimizers import create_lorafa_optimizer, create_loraplus_optimizer
 from peft.tuners.lora import Linear as LoraLinear
+from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import AuxiliaryTrainingWrapper, ModulesToSaveWrapper, TrainableTokensWrapper
 from torch.distributed.tensor import DTensor
@@ -59,8 +61,11 @@ def build_config(settings: Mapping[str, Any]) -> PeftConfig:
     return config
 
 
-def try_adapter(policy: Any, settings: Mapping[str, Any]) -> int | None:
+def try_adapter(policy: Any, settings: Mapping[str, Any], *, requested: bool = False) -> int | None:
     """Give a policy on torch's meta device an adapter, merge it, and count the parameters that are trained.
+
+    Args:
+        requested: require an adapter that the engine applies as a LoRA request.
 
     Returns:
         The number of trained parameters; None for a type that reads the weights to build its adapter. Of such a type
@@ -78,6 +83,8 @@ def try_adapter(policy: Any, settings: Mapping[str, Any]) -> int | None:
             model = get_peft_model(policy, adapter)
         trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
         require_plain_output_layer(policy)
+        if requested:
+            require_plain_lora(model)
         if kind in READS_WEIGHTS:
             return None
         if kind == "TRAINABLE_TOKENS":
@@ -163,6 +170,79 @@ def merged_weights(model: PeftModel) -> Iterator[tuple[str, torch.Tensor]]:
     """
     for name, weight, _ in _merged_parameters(model.get_base_model()):
         yield name, weight.detach()
+
+
+@dataclass(frozen=True)
+class LoraUpdate:
+    """Update of one layer with plain LoRA: the product of its two matrices."""
+
+    layer: str
+    """Name of the layer in the policy without the adapter."""
+    first: torch.Tensor
+    """(r, inputs), PEFT's lora_A."""
+    second: torch.Tensor
+    """(outputs, r), PEFT's lora_B times the layer's scale, in float32."""
+
+
+def lora_updates(model: PeftModel) -> Iterator[LoraUpdate]:
+    """Yield the update of each layer with plain LoRA. Collective: it gathers shards, so every rank must iterate."""
+    for name, layer in model.get_base_model().named_modules():
+        if isinstance(layer, LoraLinear):
+            (adapter,) = layer.active_adapters
+            first, second = _unsharded(layer.lora_A[adapter].weight), _unsharded(layer.lora_B[adapter].weight)
+            yield LoraUpdate(name, first.detach(), second.detach().float() * layer.scaling[adapter])
+
+
+def frozen_weights(model: PeftModel) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (name, weight) of each weight of the policy that plain LoRA belongs to, without its updates; collective.
+
+    Names are those of the policy without an adapter. A weight in four bits is dequantized.
+    """
+    for name, parameter, module in frozen_parameters(model):
+        is_quantized = isinstance(module, QuantizedLinear) and parameter is module.codes
+        yield name, module.dequantized() if is_quantized else _unsharded(parameter).detach()
+
+
+def frozen_parameters(model: PeftModel) -> Iterator[tuple[str, torch.nn.Parameter, torch.nn.Module]]:
+    """Yield the name of each weight of the policy that plain LoRA belongs to, the parameter that holds it, or its codes
+    in four bits, and the parameter's module.
+    """
+    seen: set[int] = set()
+    for name, module in model.get_base_model().named_modules():
+        if isinstance(module, LoraLayer):
+            module = module.get_base_layer()
+        elif ".lora_" in name or name.endswith(".base_layer"):
+            continue
+        own = (
+            identities(module) if isinstance(module, QuantizedLinear) else dict(module.named_parameters(recurse=False))
+        )
+        for attribute, parameter in own.items():
+            if id(parameter) not in seen:
+                seen.add(id(parameter))
+                yield f"{name}.{attribute}".lstrip("."), parameter, module
+
+
+def require_plain_lora(model: torch.nn.Module) -> dict[str, int]:
+    """Require an adapter whose updates are the products of `lora_updates`, and return the rank of each layer, by name.
+
+    Raises:
+        ConfigError: the model has no adapter, or another one.
+    """
+    ranks = {}
+    for name, module in base_model(model).named_modules():
+        if not is_adapted(module):
+            continue
+        plain = isinstance(module, LoraLinear) and isinstance(module.get_base_layer(), torch.nn.Linear)
+        if not plain or any(each in module.lora_variant or module.lora_bias[each] for each in module.active_adapters):
+            raise ConfigError(
+                f"engine.adapter=request: {name} has an adapter that vLLM does not apply in its forward pass, which "
+                "takes LoRA on linear layers; leave the layer out, or set engine.adapter=merge"
+            )
+        (adapter,) = module.active_adapters
+        ranks[name] = int(module.r[adapter])
+    if not ranks:
+        raise ConfigError("engine.adapter=request: the policy has no LoRA adapter; set engine.adapter=merge")
+    return ranks
 
 
 Merged = tuple[str, torch.Tensor, torch.nn.Parameter]

@@ -26,7 +26,8 @@ the learner, and e bytes per number in `model.dtype`, the terms in bytes are:
                                                nothing for the fused default
     fragmentation         a tenth of kept activations and working memory: rows of different lengths leave gaps
     the engine
-      weights             e N / tensor parallel size
+      weights             e N / tensor parallel size; with `engine.adapter=request` also the slot of the adapter, e A
+                          for a slot of its rank
       activations         of vLLM's profiling pass: ENGINE_TOKENS tokens through one layer, and 24 bytes for each logit
                           of one token per request (16-bit and float32 logits, their sort, probabilities)
       CUDA graphs         CUDA_GRAPHS; none with `engine.vllm.enforce_eager`
@@ -38,9 +39,9 @@ the learner, and e bytes per number in `model.dtype`, the terms in bytes are:
 
 With an adapter (model.lora, model.peft) of A parameters, A replaces N in gradients, optimizer states and copies, the
 weights are e N + 4 A (with QUANTIZED_BYTES in place of e for layers in four bits), there is no reference model, the
-output layer has no gradient, and a weight sync needs three float32 copies of the largest weight for the merge. PEFT
-counts A on a policy without weights; where it cannot, A is that of LoRA on every linear layer. Some types also build
-whole weights in each pass (`ADAPTER_COSTS`).
+output layer has no gradient, and a weight sync needs three float32 copies of the largest weight for the merge, or none
+if requests name the adapter (`engine.adapter`). PEFT counts A on a policy without weights; where it cannot, A is that
+of LoRA on every linear layer. Some types also build whole weights in each pass (`ADAPTER_COSTS`).
 
 A sharded learner (cluster.shard_learner) on W workers holds 1/W of weights, reference model, gradients and optimizer
 states, and needs no buckets. Its unsharded copies in 16 bits are embedding and output layer for the whole pass, the
@@ -61,6 +62,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from grpo_ray.config.peft_fields import REQUEST_RANKS, largest_rank
 from grpo_ray.config.schema import Config
 from grpo_ray.errors import ConfigError
 
@@ -576,7 +578,7 @@ def estimate_memory(
         kept_activations=passes.kept,
         working_memory=passes.working,
         weight_sync=_weight_sync(config, shape),
-        engine_weights=number_bytes * shape.parameters // tensor_parallel,
+        engine_weights=number_bytes * shape.parameters // tensor_parallel + _adapter_slot(config, trained),
         engine_activations=_engine_activations(config, shape, completions * tensor_parallel, tensor_parallel),
         cuda_graphs=0 if config.engine.vllm.get("enforce_eager") else CUDA_GRAPHS,
         kv_cache=kv_cache_per_sequence * completions * tensor_parallel,
@@ -731,14 +733,23 @@ class _Passes:
 def _weight_sync(config: Config, shape: ModelShape) -> int:
     """Return the peak of the temporary copies in a weight sync, in bytes; weights are copied one at a time."""
     largest = shape.hidden_size * max(shape.intermediate_size, shape.query_size)
-    merged = 12 * largest if config.model.adapter else 0
-    if config.model.quantization:  # dequantized, and copied once more
+    merged = 12 * largest if config.model.adapter and config.adapter_sync == "merge" else 0
+    if config.model.quantization and merged:  # dequantized, and copied once more
         merged += (BYTES_PER_NUMBER[config.dtype] + 4) * largest
     if not config.cluster.shard_learner:
         return merged
     # The previous weight is still allocated, and rows that do not divide are copied once more without their padding.
     copies = 1 if shape.vocabulary % config.cluster.max_workers == 0 else 2
     return max(merged, 4 * (copies * shape.vocabulary * shape.hidden_size + largest))
+
+
+def _adapter_slot(config: Config, trained: int) -> int:
+    """Return the engine's memory for an adapter that requests name, in bytes: its matrices, at the rank of a slot."""
+    adapter = config.model.adapter
+    if not adapter or config.adapter_sync != "request":
+        return 0
+    slot = next(each for each in REQUEST_RANKS if each >= largest_rank(adapter))
+    return BYTES_PER_NUMBER[config.dtype] * trained * slot // _rank(adapter)
 
 
 def _engine_activations(config: Config, shape: ModelShape, requests: int, tensor_parallel: int) -> int:
@@ -819,7 +830,8 @@ def policy_shape(config: Config, path: str) -> ModelShape:
     if config.model.quantization:
         names = quantizable_layers(model, kept_modules(adapter))
         shape = replace(shape, quantized_parameters=sum(model.get_submodule(name).weight.numel() for name in names))
-    return replace(shape, adapter_parameters=try_adapter(model, adapter))
+    requested = config.adapter_sync == "request"
+    return replace(shape, adapter_parameters=try_adapter(model, adapter, requested=requested))
 
 
 def reward_model_shape(path: str, trust_remote_code: bool = False) -> ModelShape:

@@ -29,6 +29,24 @@ class Observation:
     """Error of the proof after a change of one frozen weight, or of one code in four bits, that was not sent."""
 
 
+@dataclass
+class RequestObservation(Observation):
+    """How an adapter did that the engine gets as a LoRA request."""
+
+    versions: list[int]
+    """Id of the adapter after each of these syncs."""
+    listed: list[list[int]]
+    """Ids that the engine has after each of them."""
+    cached: tuple[int, int]
+    """Blocks of the prefix cache before a sync and after it."""
+    has_first_base: bool
+    """True if the engine's frozen weights are still those of the first sync, bit for bit."""
+    sent_weights: int
+    """Number of syncs that sent the frozen weights."""
+    faults: dict[str, str]
+    """Fault that was planted -> error of the proof; empty if it found none."""
+
+
 @lone_process_group()
 def observe_adapters(
     policy: str, dtype: str, names: Sequence[str], method: str | None = None
@@ -39,39 +57,70 @@ def observe_adapters(
         method: `model.quantization`.
         policy: embedded policy; its output layer is separated from the embedding, so that both kinds of adapters fit.
     """
+    from adapters import adapted, load, settings_of
+
+    from grpo_ray.models.quantized import kept_modules, quantize_policy
+
+    folder = untied(policy)
+    learner = learner_of(folder, dtype)
+
+    def new_model(name: str) -> Any:
+        base = load(folder, dtype, tied=False)
+        if method:
+            quantize_policy(base, method, kept_modules(settings_of(name)))
+        return adapted(base, name)
+
+    return {name: Probe(learner, new_model(name)).observe() for name in names}
+
+
+@lone_process_group()
+def observe_request(policy: str, dtype: str, name: str) -> RequestObservation:
+    """Do the same with one adapter of LoRA, which the engine gets as a request."""
+    import json
+
+    from adapters import settings_of
+
+    learner = learner_of(untied(policy), dtype, f"model.peft={json.dumps(settings_of(name))}", "engine.adapter=request")
+    return RequestProbe(learner, learner.model).observe_request()
+
+
+def untied(policy: str) -> Path:
+    """Return a folder with an embedded policy whose output layer is separated from the embedding."""
     from adapters import load
 
-    from grpo_ray.config.loader import load_config
-    from grpo_ray.learner.learner import build_learner
     from grpo_ray.models.tokenizer import load_tokenizer
 
     folder = Path(tempfile.mkdtemp())
     load(policy, tied=False).save_pretrained(folder)
     load_tokenizer(policy).save_pretrained(folder)
+    return folder
+
+
+def learner_of(folder: Path, dtype: str, *overrides: str) -> Any:
+    """Return a learner with an engine, in a lone process."""
+    from grpo_ray.config.loader import load_config
+    from grpo_ray.learner.learner import build_learner
+
     settings = ["grpo.max_completion_length=16", "cluster.num_workers=1", f"model.dtype={dtype}"]
-    config = load_config(None, [f"model.path={folder}", *settings])
-    learner = build_learner(config, model_path=str(folder), output_dir=tempfile.mkdtemp(), problems=[])
-    return {name: Probe(learner, folder, dtype, name, method).observe() for name in names}
+    config = load_config(None, [f"model.path={folder}", *settings, *overrides])
+    return build_learner(config, model_path=str(folder), output_dir=tempfile.mkdtemp(), problems=[])
 
 
 class Probe:
     """One adapter in a learner whose engine is running."""
 
-    def __init__(self, learner: Any, folder: Path, dtype: str, name: str, method: str | None) -> None:
+    def __init__(self, learner: Any, model: Any) -> None:
         import torch
-        from adapters import adapted, load, settings_of
         from trl.trainer.utils import add_fused_lm_head
 
         from grpo_ray.data.arithmetic import arithmetic_problems
-        from grpo_ray.models.quantized import kept_modules, quantize_policy
         from grpo_ray.models.tokenizer import tokenize_prompts
 
-        base = load(folder, dtype, tied=False)
-        if method:
-            quantize_policy(base, method, kept_modules(settings_of(name)))
-        add_fused_lm_head(base, temperature=learner.temperature, outputs=("log_probs", "entropy"))
-        self.learner, self.model = learner, adapted(base, name)
-        learner.model = learner.engine.model = self.model
+        if model is not learner.model:
+            base = model.get_base_model()
+            add_fused_lm_head(base, temperature=learner.temperature, outputs=("log_probs", "entropy"))
+            learner.model = learner.engine.model = model
+        self.learner, self.model = learner, model
         self.trained = [each for each in self.model.parameters() if each.requires_grad]
         self.optimizer = torch.optim.AdamW(self.trained, lr=1e-2, weight_decay=0.0)
         self.generator = torch.Generator().manual_seed(1)
@@ -99,9 +148,11 @@ class Probe:
         stale = self.refusal()
         engine.sync_weights()
         assert self.refusal() == ""
-        with torch.no_grad():
-            self.frozen().view(-1)[7] += 1
-        return Observation(gaps, moved, is_kept, stale, self.refusal())
+        changed = self.frozen().view(-1)[7]
+        changed += 1
+        of_other_base = self.refusal()
+        changed -= 1
+        return Observation(gaps, moved, is_kept, stale, of_other_base)
 
     def refusal(self) -> str:
         """Return the error of the proof; "" if engine and learner have the same weights."""
@@ -149,3 +200,90 @@ class Probe:
         for each in self.trained:
             each.grad = torch.randn(each.shape, generator=self.generator)
         self.optimizer.step()
+
+
+class RequestProbe(Probe):
+    """An adapter that the engine gets as a request."""
+
+    def observe_request(self) -> RequestObservation:
+        import torch
+
+        from grpo_ray.inference.vllm_internals import cached_blocks
+
+        engine = self.learner.engine
+        sends, send_weights = 0, engine._send_weights
+
+        def counted() -> None:
+            nonlocal sends
+            sends += 1
+            send_weights()
+
+        engine._send_weights = counted
+        engine.sync_weights()
+        first = {name: each.clone() for name, each in engine._parameters().items() if "lora" not in name}
+        seen = self.observe()
+        engine.sync_weights()
+        self.sample()
+        before = cached_blocks(engine.llm)
+        versions, listed = [], []
+        for _ in range(3):
+            engine.sync_weights()
+            versions.append(engine.slot.request.lora_int_id)
+            listed.append(sorted(engine.slot._manager.list_adapters()))
+        cached = (before, cached_blocks(engine.llm))
+        present = engine._parameters()
+        has_first_base = all(torch.equal(present[name], each) for name, each in first.items())
+        faults = self.plant_faults()
+        return RequestObservation(
+            **vars(seen),
+            versions=versions,
+            listed=listed,
+            cached=cached,
+            has_first_base=has_first_base,
+            sent_weights=sends,
+            faults=faults,
+        )
+
+    def plant_faults(self) -> dict[str, str]:
+        """Plant faults one after another; each is taken out again, which the proof must find to be right."""
+        import torch
+
+        engine = self.learner.engine
+        tensors, layer = engine._parameters(), self.model.get_base_model().model.layers[1].self_attn.v_proj
+        faults: dict[str, str] = {}
+
+        def changed(name: str, row: int, column: int) -> Any:
+            element = tensors[name][row, column]
+
+            def plant() -> Any:
+                before = element.clone()
+                with torch.inference_mode():
+                    element.add_(1.0)
+                return lambda: element.copy_(before)
+
+            return plant
+
+        def scaled() -> Any:
+            layer.scaling["default"] *= 2
+            return lambda: layer.scaling.__setitem__("default", layer.scaling["default"] / 2)
+
+        def removed() -> Any:
+            engine.slot._manager.remove_all_adapters()
+            return engine.sync_weights
+
+        fused = "model.layers.1.self_attn.qkv_proj"
+        plants = {
+            "frozen weight": changed(f"{fused}.weight", -1, 0),
+            "first matrix": changed(f"{fused}.lora_A.0", 3, 5),
+            "second matrix": changed(f"{fused}.lora_B.2", -1, 0),
+            "outside of the matrices": changed(f"{fused}.lora_B.0", 0, -1),
+            "scale": scaled,
+            "adapter removed": removed,
+        }
+        for name, plant in plants.items():
+            mend = plant()
+            faults[name] = self.refusal()
+            with torch.inference_mode():
+                mend()
+            assert self.refusal() == "", name
+        return faults

@@ -66,6 +66,23 @@ def test_sharded_adapter_takes_the_same_steps(small_run: Callable[..., Any]) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("setting", [SHARDED, "grpo.vllm_tensor_parallel_size=2"], ids=["learner", "engine"])
+def test_requests_of_divided_workers_take_the_same_steps(small_run: Callable[..., Any], setting: str) -> None:
+    import torch
+    from safetensors.torch import load_file
+
+    weights = {}
+    for name, overrides in {"whole": [], "divided": [setting]}.items():
+        requests = ["model.lora={rank: 8, alpha: 16}", "engine.adapter=request"]
+        summary, folder = small_run(name, *SETTINGS, *requests, *overrides)
+        weights[name] = load_file(Path(summary.latest_checkpoint, "adapter_model.safetensors"))
+        assert max(row["engine/logprob_gap_mean"] for row in rows_of(folder)) < 1e-5
+    assert weights["divided"].keys() == weights["whole"].keys()
+    for name in weights["whole"]:
+        torch.testing.assert_close(weights["divided"][name], weights["whole"][name], rtol=0, atol=1e-5, msg=name)
+
+
+@pytest.mark.slow
 def test_sharded_checkpoint_resumes_with_more_workers(small_run: Callable[..., Any]) -> None:
     import torch
 

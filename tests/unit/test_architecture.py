@@ -82,6 +82,7 @@ AT_IMPORT = {
         "inference.cpu_packing",
         "inference.cpu_sampler",
         "inference.engine",
+        "inference.lora_requests",
         "inference.sync_proof",
         "inference.unprocessed_logprobs",
         "inference.weight_layout",
@@ -126,7 +127,8 @@ AT_IMPORT = {
 ANYWHERE = {
     "starlette": AT_IMPORT["starlette"],
     "uvicorn": AT_IMPORT["uvicorn"],
-    "vllm": AT_IMPORT["vllm"] | {"evaluation.evaluate", "inference.arguments", "inference.vllm_internals"},
+    "vllm": AT_IMPORT["vllm"]
+    | {"evaluation.evaluate", "inference.arguments", "inference.lora_requests", "inference.vllm_internals"},
     "trl": AT_IMPORT["trl"]
     | {"learner.sharding", "rewards.format", "rewards.length", "rewards.reward_models", "tools.template"},
     "ray": AT_IMPORT["ray"]

@@ -317,6 +317,7 @@ def f(x):
 
 PRIVATE_MODULES = (
     "grpo_ray/inference/cpu_packing.py",
+    "grpo_ray/inference/lora_requests.py",
     "grpo_ray/inference/unprocessed_logprobs.py",
     "grpo_ray/inference/vllm_internals.py",
     "grpo_ray/learner/trl_internals.py",
@@ -328,9 +329,11 @@ PRIVATE_MODULES = (
 NOT_THEIRS = {
     *("append", "get", "glob", "items", "join", "replace", "unlink", "serial"),  # Python's, and ours
     *("cache_clear", "close", "read_text", "rpartition", "strip"),
-    *("startswith", "__module__"),
+    *("lstrip", "setdefault", "startswith", "values", "__module__", "__name__"),
+    "stored",  # ours
     *("dtype", "eval", "float", "gather", "is_meta", "log_softmax", "long", "ndim", "numel"),  # torch's
     *("bias", "clone", "detach", "named_parameters", "shape", "type", "unsqueeze", "weight", "where"),
+    *("count_nonzero", "stride", "to", "_modules"),
     *("HasField", "ParseFromString", "json"),  # protobuf's and pydantic's
     *("config", "remote"),
 }

@@ -35,6 +35,7 @@ PATHS: dict[str, tuple[str, ...]] = {
         "vllm.v1.engine.llm_engine:LLMEngine.model_executor",
         "vllm.v1.executor.uniproc_executor:UniProcExecutor.driver_worker",
         "vllm.v1.worker.worker_base:WorkerBase.model_runner",
+        "vllm.v1.worker.lora_model_runner_mixin:LoRAModelRunnerMixin.lora_manager",
         f"{V1_RUNNER}.model",
         f"{V2_RUNNER}.model",
         "vllm.v1.worker.cpu_model_runner:CPUModelRunner.model",
@@ -68,6 +69,19 @@ PATHS: dict[str, tuple[str, ...]] = {
         # The CPU backend
         f"{LINEAR_LAYERS}:dispatch_cpu_unquantized_gemm(layer, remove_weight=)",
         "vllm.distributed.device_communicators.cpu_communicator:_CPUSHMDistributed.make_group_name(communicator)",
+    ),
+    "grpo_ray/inference/lora_requests.py": (
+        "vllm.lora.worker_manager:LRUCacheWorkerLoRAManager._adapter_manager",
+        "vllm.lora.worker_manager:LRUCacheWorkerLoRAManager.remove_all_adapters()",
+        "vllm.lora.model_manager:LRUCacheLoRAModelManager.add_adapter(lora)",
+        "vllm.lora.model_manager:LRUCacheLoRAModelManager.activate_adapter(lora_id)",
+        "vllm.lora.model_manager:LRUCacheLoRAModelManager.modules",
+        "vllm.lora.model_manager:LRUCacheLoRAModelManager.lora_index_to_id",
+        "vllm.lora.lora_weights:LoRALayerWeights.rank",
+        "vllm.lora.layers.base_linear:BaseLinearLayerWithLoRA.base_layer",
+        "vllm.lora.layers.base_linear:BaseLinearLayerWithLoRA.lora_a_stacked",
+        "vllm.lora.layers.base_linear:BaseLinearLayerWithLoRA.lora_b_stacked",
+        "vllm.lora.layers.base_linear:BaseLinearLayerWithLoRA.output_slices",
     ),
     "grpo_ray/inference/engine.py": (
         "vllm.outputs:RequestOutput.request_id",

@@ -5,13 +5,20 @@ import os
 import secrets
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 from library_digest import digest
 from vllm.config import vllm as settings
+from vllm.config.lora import MaxLoRARanks
 from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
+from vllm.lora.layers.base import BaseLayerWithLoRA
+from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
+from vllm.lora.layers.column_parallel_linear import MergedColumnParallelLinearWithLoRA
+from vllm.lora.lora_weights import LoRALayerWeights, PackedLoRALayerWeights
+from vllm.lora.model_manager import LoRAModelManager, LRUCacheLoRAModelManager
+from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager, WorkerLoRAManager
 from vllm.model_executor.layers import utils
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
@@ -29,9 +36,12 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.gpu.async_utils import AsyncOutput
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner as SecondModelRunner
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
 from vllm.v1.worker.worker_base import WorkerBase
 
+from grpo_ray.config.peft_fields import REQUEST_RANKS
 from grpo_ray.inference.cpu_packing import repackable_layers
+from grpo_ray.inference.lora_requests import base_layers, slot_rank
 from grpo_ray.inference.vllm_internals import (
     SHARED_MEMORY_FOLDER,
     bound_stream,
@@ -61,6 +71,15 @@ DIGESTS = {
     AsyncOutput.__init__: "b86a504e0467",
     vars(SecondModelRunner)["main_stream"].func: "13a0821846c5",
     initialize_layerwise_reload: "c2dd3e6ff40e",
+    LoRAModelManager.activate_adapter: "d55609d024fd",
+    LoRAModelManager.remove_all_adapters: "3740c6775064",
+    LRUCacheLoRAModelManager.add_adapter: "a2bceb426d50",
+    LRUCacheLoRAModelManager.activate_adapter: "5144cc9859b5",
+    LRUCacheWorkerLoRAManager.add_adapter: "a4d030d5dd42",
+    BaseLinearLayerWithLoRA.set_lora: "12c04c2a2cad",
+    MergedColumnParallelLinearWithLoRA.set_lora: "2d0050dfaaf6",
+    LoRALayerWeights.optimize: "d3c43d505706",
+    PackedLoRALayerWeights.pack: "0c364733ff27",
 }
 
 
@@ -87,6 +106,14 @@ def test_vllm_code_is_unchanged(function: Callable[..., Any]) -> None:
         (Scheduler, "kv_cache_manager"),
         (KVCacheManager, "block_pool"),
         (BlockPool, "cached_block_hash_to_block"),
+        (LoRAModelRunnerMixin, "lora_manager"),
+        (WorkerLoRAManager, "_adapter_manager"),
+        (LoRAModelManager, "modules"),
+        (LoRAModelManager, "lora_index_to_id"),
+        (BaseLinearLayerWithLoRA, "base_layer"),
+        (BaseLinearLayerWithLoRA, "lora_a_stacked"),
+        (BaseLinearLayerWithLoRA, "lora_b_stacked"),
+        (BaseLinearLayerWithLoRA, "output_slices"),
     ],
     ids=lambda value: value if isinstance(value, str) else value.__name__,
 )
@@ -176,6 +203,34 @@ def test_unlink_shared_memory_deletes_names_with_the_token() -> None:
     assert not any(file.exists() for file in own) and left.exists()
     unlink_shared_memory(other)
     assert not left.exists()
+
+
+class Wrapped(BaseLayerWithLoRA):
+    """A layer with LoRA, as vLLM puts it in the place of a layer."""
+
+    def __init__(self, base_layer: torch.nn.Module) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+
+
+def test_base_layers_have_the_names_without_lora_and_go_back() -> None:
+    inner = [torch.nn.Linear(2, 2, bias=False) for _ in range(2)]
+    plain = torch.nn.Linear(2, 2, bias=False)
+    model = torch.nn.ModuleDict({"layer": torch.nn.ModuleDict({"q": Wrapped(inner[0]), "k": plain})})
+    model["head"] = Wrapped(inner[1])
+    wrapped = [name for name, _ in model.named_parameters()]
+    assert wrapped == ["layer.q.base_layer.weight", "layer.k.weight", "head.base_layer.weight"]
+    with pytest.raises(RuntimeError, match="while loading"), base_layers(model):
+        found = dict(model.named_parameters())
+        assert list(found) == ["layer.q.weight", "layer.k.weight", "head.weight"]
+        assert found["layer.q.weight"] is inner[0].weight and found["head.weight"] is inner[1].weight
+        raise RuntimeError("while loading")
+    assert [name for name, _ in model.named_parameters()] == wrapped
+
+
+def test_slot_rank_is_the_next_that_vllm_allows() -> None:
+    assert get_args(MaxLoRARanks) == REQUEST_RANKS
+    assert [slot_rank(rank, REQUEST_RANKS) for rank in (1, 2, 8, 9, 257, 512)] == [1, 8, 8, 16, 320, 512]
 
 
 def engine_with(runner: object) -> Any:

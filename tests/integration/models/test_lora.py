@@ -245,6 +245,24 @@ def test_adapter_run_is_saved_resumed_measured_and_exported(
 
 
 @pytest.mark.slow
+def test_adapter_as_request_trains_and_resumes_with_the_same_bits(small_run: Callable[..., Any]) -> None:
+    settings = [LORA, "engine.adapter=request", SIGNAL]
+    whole, folder = small_run("whole", *settings)
+    rows = rows_of(folder)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert max(row["engine/logprob_gap_mean"] for row in rows) < 1e-5
+    weights = adapter_of(whole.latest_checkpoint)
+    assert all(weight.abs().max() > 0 for weight in weights.values())
+
+    killed, folder = small_run("killed", *settings, "run.max_failures=1", faults=[Fault("kill-backward", step=4)])
+    assert [event["step"] for event in events_of(folder, "began")] == [0, 2]
+    assert same_weights(adapter_of(killed.latest_checkpoint), weights)
+
+    small_run("killed", LORA, SIGNAL, "grpo.max_steps=6")  # the rest with merged weights
+    assert [row["step"] for row in rows_of(folder)] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.slow
 def test_lora_one_worker_takes_the_same_steps_as_two(small_run: Callable[..., Any]) -> None:
     import torch
 

@@ -8,17 +8,21 @@ from typing import Any
 import pytest
 import torch
 from adapters import SMALL, adapted, is_tied, load, logps, move, settings_of, state, tried
+from peft import get_peft_model
 
 from grpo_ray.config.peft_fields import moves_the_base, peft_types, starts_elsewhere
 from grpo_ray.errors import ConfigError
-from grpo_ray.inference.weight_proof import learner_weights
+from grpo_ray.inference.weight_proof import learner_weights, request_weights
 from grpo_ray.models.adapter_folders import read_adapter_config
 from grpo_ray.models.adapters import (
     MERGE_READS_WEIGHTS,
     READS_WEIGHTS,
     build_config,
+    frozen_weights,
+    lora_updates,
     merge_adapter,
     merged_weights,
+    require_plain_lora,
     try_adapter,
 )
 
@@ -210,3 +214,59 @@ def test_adapter_that_does_not_fit_is_refused(policy: Path, settings: dict[str, 
     with pytest.raises(ConfigError, match=message) as caught:
         try_adapter(without_weights(policy, tied=True), settings)
     assert "\n" not in str(caught.value)
+
+
+# Adapters as LoRA requests of the engine
+
+REQUESTED = ("LORA", "rsLoRA", "ranks", "PiSSA")
+
+
+@pytest.mark.parametrize("name", REQUESTED)
+def test_updates_and_frozen_weights_add_up_to_the_merged_ones(policy: Path, name: str) -> None:
+    model = moved(policy, name)
+    before = copy.deepcopy(state(model))
+    frozen, merged = dict(frozen_weights(model)), dict(merged_weights(model))
+    assert list(frozen) == list(merged)
+    updates = list(lora_updates(model))
+    assert [each.layer for each in updates] == list(require_plain_lora(model))
+    for update in updates:
+        weight = frozen[f"{update.layer}.weight"]
+        assert not torch.equal(weight, merged[f"{update.layer}.weight"])
+        torch.testing.assert_close(
+            weight + update.second @ update.first, merged[f"{update.layer}.weight"], rtol=0, atol=1e-6
+        )
+    adapted_layers = {f"{each.layer}.weight" for each in updates}
+    assert all(torch.equal(frozen[each], merged[each]) for each in frozen.keys() - adapted_layers)
+    assert all(torch.equal(before[each], tensor) for each, tensor in state(model).items())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", REQUESTED)
+def test_proof_of_requests_reads_what_is_sent(policy: Path, name: str, dtype: str) -> None:
+    model = moved(policy, name, dtype)
+    read, sent = dict(request_weights(model)), dict(frozen_weights(model))
+    for update in lora_updates(model):
+        sent |= {f"{update.layer}.lora_A": update.first, f"{update.layer}.lora_B": update.second}
+    assert read.keys() == sent.keys()
+    assert all(torch.equal(read[each], sent[each]) and read[each].dtype == sent[each].dtype for each in sent)
+
+
+@pytest.mark.parametrize("settings", [settings_of(each) for each in REQUESTED], ids=REQUESTED)
+def test_trial_of_a_request_takes_lora(policy: Path, settings: dict[str, Any]) -> None:
+    found = try_adapter(without_weights(policy, tied=True), settings | {"init_lora_weights": True}, requested=True)
+    assert found is not None and found > 0
+
+
+@pytest.mark.parametrize("name", ["DoRA", "MiCA", "norms", "bias of the adapter", "IA3", "embedding"])
+def test_adapter_that_vllm_does_not_apply_is_refused(policy: Path, name: str) -> None:
+    settings = {"type": "LORA", "target_modules": ["embed_tokens"]} if name == "embedding" else settings_of(name)
+    model = get_peft_model(load(policy, tied=False), build_config(settings))
+    with pytest.raises(
+        ConfigError, match=r"engine\.adapter=request: model\..* has an adapter that vLLM does not apply"
+    ):
+        require_plain_lora(model)
+
+
+def test_policy_without_adapter_has_no_request(policy: Path) -> None:
+    with pytest.raises(ConfigError, match=r"engine\.adapter=request: the policy has no LoRA adapter"):
+        require_plain_lora(load(policy))

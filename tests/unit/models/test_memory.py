@@ -128,6 +128,13 @@ def test_estimate_lora_trains_the_adapter_only() -> None:
     assert estimate("model.lora={rank: 3}", recompute=False).kept_activations == 2 * 6 * 462 + 1920
 
 
+def test_estimate_adapter_of_requests_has_a_slot_and_no_merge() -> None:
+    # A slot of rank 8 for an adapter of rank 3, in 2 bytes: 960 parameters / 3 * 8.
+    memory = estimate("model.lora={rank: 3}", "engine.adapter=request")
+    assert (memory.engine_weights, memory.weight_sync) == (2000 + 2 * 2560, 0)
+    assert estimate("model.lora={rank: 3}").engine_weights == 2000
+
+
 def test_estimate_sharded_learner_has_single_layers_unsharded() -> None:
     memory = estimate(SHARDED, "grpo.beta=0.04")
     assert (memory.weights, memory.reference_model, memory.gradients) == (2000, 2000, 2000)
