@@ -16,6 +16,9 @@ Reasons for this design:
 - Checksums are compared instead of elements, because the checksums of parts add up: a sharded learner needs no second
   gather, since each worker reads only its own part, and the workers of a tensor-parallel engine add up theirs.
 
+An adapter that requests name (`engine.adapter=request`) is not merged: the frozen weights are compared, and both
+matrices of each update, with those that vLLM holds beside its weights (`lora_requests.py`).
+
 The checksums prove the content of the parameters. Data that the engine has computed from older weights and keeps beside
 them (packed weights of the CPU backend, keys and values of earlier prompts) must be gone once the weights have changed.
 The log-probabilities show, within their tolerance, that the engine computes with its parameters.

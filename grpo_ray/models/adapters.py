@@ -3,6 +3,8 @@
 For weight sync and for exported folders alike, a layer is merged by PEFT's own `merge` on a float32 copy of its
 weights, and rounded once. The weights being trained, and the frozen ones below them, are never modified: PEFT's way of
 merging and unmerging them in place, which TRL takes at every sync, moves a frozen weight in 16 bits a little each time.
+
+With `engine.adapter=request` nothing is merged for a sync: the engine gets the frozen weights and the updates.
 """
 
 from collections.abc import Iterator, Mapping
