@@ -5,6 +5,8 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -41,12 +43,32 @@ def grpo_ray(command: str, settings: list[str], folder: Path, **environment: str
     )
 
 
-@pytest.mark.parametrize("commands", [["train"], pytest.param(["train", "check"], marks=pytest.mark.slow)], ids=len)
-def test_commands_use_the_cluster_of_ray_start_while_it_lives(
-    commands: list[str], policy: Path, tmp_path: Path, short_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = short_folder / "ray"  # Ray's default below RAY_TMPDIR, so that it records the cluster where a driver looks
-    folder.mkdir()
+@contextmanager
+def started_cluster(folder: Path) -> Iterator[str]:
+    """Run a cluster of `ray start` and yield its address; commands find its record if RAY_TMPDIR is the folder."""
+    own = folder / "ray"  # Ray's default below RAY_TMPDIR, so that it records the cluster where a driver looks
+    own.mkdir()
+    with head(own, **os.environ | {"RAY_TMPDIR": str(folder)}) as cluster:
+        recorded = own / "ray_current_cluster"  # which Ray writes after it has said that it runs
+        wait_for(recorded.exists, "the cluster's address", LONG)
+        address = recorded.read_text()
+        assert address.endswith(f":{cluster.gcs}")
+        yield address
+    assert recorded.read_text() == address  # the record of a cluster that is dead
+
+
+def test_cluster_of_ray_start_is_chosen_while_it_lives(short_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_TMPDIR", str(short_folder))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with started_cluster(short_folder) as address:
+        assert choose_cluster().address == address
+    chosen = choose_cluster()
+    assert chosen.address is None
+    assert chosen.notice is not None and chosen.notice.startswith(f"starting a Ray cluster: the one at {address}")
+
+
+@pytest.mark.slow
+def test_commands_use_the_cluster_of_ray_start_while_it_lives(policy: Path, tmp_path: Path, short_folder: Path) -> None:
     # All paths are relative: neither the cluster's processes nor the workers have the command's working folder.
     shutil.copytree(policy, tmp_path / "policy")
     rows = [{"question": f"What is {a} + 11?", "answer": f"${a + 11}$"} for a in range(10, 99)]
@@ -58,11 +80,7 @@ def test_commands_use_the_cluster_of_ray_start_while_it_lives(
         "data.columns={prompt: question, solution: answer}",
         "rewards.functions=[correctness, 'my_rewards:short_answer']",
     ]  # fmt: skip
-    with head(folder, **os.environ | {"RAY_TMPDIR": str(short_folder)}) as cluster:
-        recorded = folder / "ray_current_cluster"  # which Ray writes after it has said that it runs
-        wait_for(recorded.exists, "the cluster's address", LONG)
-        address = recorded.read_text()
-        assert address.endswith(f":{cluster.gcs}")
+    with started_cluster(short_folder) as address:
         joined = f"using the Ray cluster at {address}, which `ray start` started on this machine"
         trained = grpo_ray("train", settings, tmp_path, RAY_TMPDIR=str(short_folder))
         assert trained.returncode == 0, trained.stdout
@@ -73,13 +91,6 @@ def test_commands_use_the_cluster_of_ray_start_while_it_lives(
         assert recorded["run"]["storage_path"] == str(run.parent)
         assert recorded["model"]["path"] == str(tmp_path / "policy")
         assert recorded["data"]["train"] == str(tmp_path / "problems.jsonl")
-        if "check" in commands:
-            checked = grpo_ray("check", [*settings, "--sample", "2"], tmp_path, RAY_TMPDIR=str(short_folder))
-            assert checked.returncode == 0, checked.stdout
-            assert checked.stdout.count(joined) == 1
-    assert (folder / "ray_current_cluster").read_text() == address  # the record of a cluster that is dead
-    monkeypatch.setenv("RAY_TMPDIR", str(short_folder))
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    chosen = choose_cluster()
-    assert chosen.address is None
-    assert chosen.notice is not None and chosen.notice.startswith(f"starting a Ray cluster: the one at {address}")
+        checked = grpo_ray("check", [*settings, "--sample", "2"], tmp_path, RAY_TMPDIR=str(short_folder))
+        assert checked.returncode == 0, checked.stdout
+        assert checked.stdout.count(joined) == 1
