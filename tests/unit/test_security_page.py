@@ -213,6 +213,7 @@ TESTS: Mapping[str, tuple[str, ...]] = {
         f"{ISOLATED}::test_failure_costs_the_completions_of_its_problem_their_reward",
         f"{ISOLATED}::test_call_beyond_its_time_has_no_reward",
         f"{ISOLATED}::test_processes_of_the_function_end_with_it",
+        "integration/rewards/test_isolated_run.py::test_run_goes_on_where_its_reward_fails",
         "integration/rewards/test_isolated_run.py::test_run_goes_on_where_its_reward_fails_and_is_exact_when_killed",
     ),
     "own-confine": (

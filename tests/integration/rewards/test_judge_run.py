@@ -36,6 +36,7 @@ def settings(server: JudgeServer, **others: Any) -> str:
     return f"rewards.settings={json.dumps({'judge': judge})}"
 
 
+@pytest.mark.slow
 def test_killed_run_of_a_moody_judge_ends_with_the_same_bits(small_run: Callable[..., Any]) -> None:
     moods = Moods()
     with judge_server(moods) as server:
