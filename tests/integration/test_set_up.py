@@ -1,6 +1,7 @@
 """Set-up where there is nothing but the default package index: packages resolve, and a fresh system trains.
 
-pip's settings of this machine are left out, because a stranger does not have them.
+`scripts/set_up.py` resolves the extras of `pyproject.toml`. pip's settings of this machine are left out, because a
+stranger does not have them.
 """
 
 import os
@@ -14,6 +15,15 @@ import set_up
 
 ROOT = Path(set_up.__file__).parents[1]
 FRESH_SYSTEM = ROOT / "scripts" / "fresh_system.sh"
+RESOLVED = [
+    ("cpu", "3.11"),
+    pytest.param("cpu", "3.12", marks=pytest.mark.slow),
+    pytest.param("cpu", "3.13", marks=pytest.mark.slow),
+    pytest.param("gpu", "3.11", marks=pytest.mark.slow),
+    pytest.param("gpu", "3.12", marks=pytest.mark.slow),
+    ("gpu", "3.13"),
+]
+"""Accelerators and versions of Python; each accelerator, the oldest and the newest version are not slow."""
 
 
 @pytest.fixture(scope="module")
@@ -30,8 +40,7 @@ def no_settings() -> dict[str, str]:
     return environment
 
 
-@pytest.mark.parametrize("version", ["3.11", "3.12", "3.13"])
-@pytest.mark.parametrize("accelerator", ["cpu", "gpu"])
+@pytest.mark.parametrize(("accelerator", "version"), RESOLVED)
 def test_extras_resolve_without_settings_of_pip(no_settings: dict[str, str], accelerator: str, version: str) -> None:
     options = ["--accelerator", accelerator, "--extras", "test,notebook", "--resolve", version]
     done = subprocess.run([sys.executable, set_up.__file__, *options], env=no_settings, capture_output=True, text=True)
