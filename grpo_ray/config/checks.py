@@ -579,37 +579,60 @@ def _own_optimizer(config: "Config") -> list[tuple[str, Any]]:
 
 
 def adapter_can_be_requested(config: "Config") -> str | None:
-    """Require LoRA that vLLM can apply in its forward pass for `engine.adapter=request`."""
-    adapter = config.model.adapter
+    """Require LoRA that vLLM can apply in its forward pass for `engine.adapter=request`, which int4 implies."""
+    adapter, is_int4 = config.model.adapter, config.model.quantization == "int4"
     if config.adapter_sync != "request":
         return None
+    setting = "model.quantization=int4" if is_int4 else "engine.adapter=request"
+    other = "model.quantization=nf4" if is_int4 else "engine.adapter=merge"
     if not adapter or adapter["type"] != "LORA":
         return (
-            "engine.adapter=request needs LoRA, the only adapter that vLLM applies in its forward pass; set model.lora "
-            "or model.peft={type: LORA}, or engine.adapter=merge"
+            f"{setting} needs LoRA, the only adapter that vLLM applies in its forward pass; set model.lora or "
+            f"model.peft={{type: LORA}}, or {other}"
         )
     if others := sorted(name for name in adapter if not is_requestable(name, adapter[name])):
         return (
-            f"engine.adapter=request does not go with model.peft.{others[0]}={override_text(adapter[others[0]])}: vLLM "
-            f"applies the two matrices of each layer and nothing else; leave {others[0]} out, or set "
-            "engine.adapter=merge"
+            f"{setting} does not go with model.peft.{others[0]}={override_text(adapter[others[0]])}: vLLM applies the "
+            f"two matrices of each layer and nothing else; leave {others[0]} out, or set {other}"
         )
     if (rank := largest_rank(adapter)) > REQUEST_RANKS[-1]:
         field = "model.lora.rank" if config.model.lora else "model.peft.r"
         return (
-            f"engine.adapter=request does not go with a rank of {rank} ({field}): vLLM takes at most "
-            f"{REQUEST_RANKS[-1]}; set a smaller rank, or engine.adapter=merge"
+            f"{setting} does not go with a rank of {rank} ({field}): vLLM takes at most {REQUEST_RANKS[-1]}; set a "
+            f"smaller rank, or {other}"
         )
     if (method := config.engine.vllm.get("quantization")) is not None:
         return (
-            f"engine.adapter=request does not go with engine.vllm={{quantization: {method}}}: the adapter would be "
-            "applied to other weights than those it is trained on, and no checksum would prove it; set "
-            "engine.adapter=merge, or leave quantization out"
+            f"{setting} does not go with engine.vllm={{quantization: {method}}}: the adapter would be applied to other "
+            f"weights than those it is trained on, and no checksum would prove it; set {other}, or leave quantization "
+            "out"
         )
     if config.cluster.use_gpu and config.dtype == "float32":
         return (
-            "engine.adapter=request does not go with model.dtype=float32 on GPUs, for which vLLM's kernels of LoRA "
-            "have 16 bits only; set model.dtype=bfloat16, or engine.adapter=merge"
+            f"{setting} does not go with model.dtype=float32 on GPUs, for which vLLM's kernels of LoRA have 16 bits "
+            f"only; set model.dtype=bfloat16, or {other}"
+        )
+    return None
+
+
+def int4_is_of_the_engine_too(config: "Config") -> str | None:
+    """Require for `model.quantization=int4` what vLLM needs to read the same base."""
+    if config.model.quantization != "int4":
+        return None
+    if config.adapter_sync == "merge":
+        return (
+            "model.quantization=int4 does not go with engine.adapter=merge: a sum of base and update is no number of "
+            "four bits; leave engine.adapter out, or set model.quantization=nf4"
+        )
+    if config.dtype == "float32":
+        return (
+            "model.quantization=int4 needs 16 bits, in which vLLM computes with such weights; set model.dtype=bfloat16 "
+            "or float16, or model.quantization=nf4"
+        )
+    if config.tensor_parallel_size > 1:
+        return (
+            f"model.quantization=int4 does not go with grpo.vllm_tensor_parallel_size={config.tensor_parallel_size}, "
+            "whose engine would divide the blocks of a layer; set 1, or model.quantization=nf4"
         )
     return None
 
@@ -983,6 +1006,7 @@ CHECKS: tuple[Callable[["Config"], str | None], ...] = (
     policy_has_one_adapter,
     reference_is_the_first_policy,
     adapter_can_be_sharded,
+    int4_is_of_the_engine_too,
     quantized_policy_has_an_adapter,
     adapter_optimizer_fits,
     adapter_can_be_requested,

@@ -578,7 +578,7 @@ def estimate_memory(
         kept_activations=passes.kept,
         working_memory=passes.working,
         weight_sync=_weight_sync(config, shape),
-        engine_weights=number_bytes * shape.parameters // tensor_parallel + _adapter_slot(config, trained),
+        engine_weights=_engine_weights(config, shape) // tensor_parallel + _adapter_slot(config, trained),
         engine_activations=_engine_activations(config, shape, completions * tensor_parallel, tensor_parallel),
         cuda_graphs=0 if config.engine.vllm.get("enforce_eager") else CUDA_GRAPHS,
         kv_cache=kv_cache_per_sequence * completions * tensor_parallel,
@@ -741,6 +741,15 @@ def _weight_sync(config: Config, shape: ModelShape) -> int:
     # The previous weight is still allocated, and rows that do not divide are copied once more without their padding.
     copies = 1 if shape.vocabulary % config.cluster.max_workers == 0 else 2
     return max(merged, 4 * (copies * shape.vocabulary * shape.hidden_size + largest))
+
+
+def _engine_weights(config: Config, shape: ModelShape) -> int:
+    """Return the bytes of the engine's weights, all its GPUs together; int4 is the same format there."""
+    number_bytes = BYTES_PER_NUMBER[config.dtype]
+    if config.model.quantization != "int4":
+        return number_bytes * shape.parameters
+    plain = number_bytes * (shape.parameters - shape.quantized_parameters)
+    return plain + int(QUANTIZED_BYTES["int4"] * shape.quantized_parameters)
 
 
 def _adapter_slot(config: Config, trained: int) -> int:

@@ -84,6 +84,46 @@ def observe_request(policy: str, dtype: str, name: str) -> RequestObservation:
     return RequestProbe(learner, learner.model).observe_request()
 
 
+@lone_process_group()
+def observe_int4(policy: str) -> tuple[Observation, dict[str, str]]:
+    """Do the same with an adapter on one base in four bits.
+
+    Returns:
+        The observation, and for each fault of the learner's base before the first sync the error of that sync.
+    """
+    from grpo_ray.errors import SyncError
+    from grpo_ray.models.quantized import quantized_layers
+
+    settings = ["model.quantization=int4", "model.peft={type: LORA, lora_alpha: 16}"]
+    learner = learner_of(untied(policy), "bfloat16", *settings)
+    layers = {
+        name.removesuffix(".base_layer"): layer for name, layer in quantized_layers(learner.model.get_base_model())
+    }
+    block = learner.model.get_base_model().model.layers[1]
+    attention, mlp = "model.layers.1.self_attn", "model.layers.1.mlp"
+
+    def exchange(first: Any, second: Any) -> None:
+        first.data, second.data = second.data, first.data
+
+    faults = {
+        "parts exchanged": lambda: exchange(layers[f"{mlp}.gate_proj"].codes, layers[f"{mlp}.up_proj"].codes),
+        "of another layer": lambda: exchange(
+            layers[f"{attention}.o_proj"].codes, layers["model.layers.0.self_attn.o_proj"].codes
+        ),
+        "scales": lambda: layers[f"{attention}.v_proj"].scales.data.mul_(-1),
+        "norm": lambda: block.input_layernorm.weight.data.neg_(),
+    }
+    errors = {}
+    for name, change in faults.items():
+        change()
+        try:
+            learner.engine.sync_weights()
+        except SyncError as error:
+            errors[name] = str(error)
+        change()  # each is undone by the same change
+    return Probe(learner, learner.model).observe(), errors
+
+
 def untied(policy: str) -> Path:
     """Return a folder with an embedded policy whose output layer is separated from the embedding."""
     from adapters import load
@@ -148,10 +188,11 @@ class Probe:
         stale = self.refusal()
         engine.sync_weights()
         assert self.refusal() == ""
-        changed = self.frozen().view(-1)[7]
-        changed += 1
+        frozen = self.frozen()
+        before = frozen.clone()
+        frozen.view(-1)[7] += 1
         of_other_base = self.refusal()
-        changed -= 1
+        frozen.copy_(before)
         return Observation(gaps, moved, is_kept, stale, of_other_base)
 
     def refusal(self) -> str:

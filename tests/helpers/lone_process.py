@@ -16,6 +16,7 @@ def lone_process_group(backend: str = "gloo") -> Iterator[None]:
         "WORLD_SIZE": "1",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": "0",  # any free one; no other worker connects
+        "TORCHELASTIC_USE_AGENT_STORE": "False",  # `run_workers` sets it for the group of its workers
     }
     dist.init_process_group(backend)
     try:

@@ -87,6 +87,25 @@ def test_engine_applies_the_adapter_of_its_requests(cluster: None, policy: Path,
         assert message in seen.faults[fault], fault
 
 
+def test_engine_reads_the_learners_base_in_four_bits(cluster: None, policy: Path) -> None:
+    from adapter_probe import STEPS, observe_int4
+
+    seen, faults = in_worker(observe_int4, str(policy))
+    print([f"{gap:.1e}" for gap in seen.gaps], f"{seen.moved:.1e}", faults)
+    assert len(seen.gaps) == STEPS + 1 and max(seen.gaps) < 0.01
+    assert seen.moved > 0.05 and seen.is_kept
+    assert "layers.0.self_attn.q_proj.lora_A, model.layers.0.self_attn.q_proj.lora_B" in seen.stale
+    expected = {
+        "parts exchanged": "products of model.layers.1.mlp.gate_up_proj differ by a part of",
+        "of another layer": "products of model.layers.0.self_attn.o_proj differ by a part of",
+        "scales": "products of model.layers.1.self_attn.qkv_proj differ by a part of",
+        "norm": "model.layers.1.input_layernorm.weight differs",
+    }
+    assert faults.keys() == expected.keys()
+    for fault, message in expected.items():
+        assert message in faults[fault], fault
+
+
 def in_worker(probe: Callable[..., Any], *arguments: Any) -> Any:
     """Run a probe in a process of its own, as a worker."""
     import ray

@@ -283,6 +283,8 @@ VIOLATIONS = {
     "policy_has_one_adapter": ["model.lora={rank: 8}", "model.peft={type: LORA}"],
     "reference_is_the_first_policy": ["model.peft={type: FOURIERFT}", "grpo.beta=0.1"],
     "adapter_can_be_sharded": ["model.peft={type: VERA}", "cluster.shard_learner=true"],
+    "int4_is_of_the_engine_too": ["model.quantization=int4", "engine.adapter=merge"],
+    "quantized_policy_has_an_adapter": ["model.quantization=nf4"],
     "adapter_optimizer_fits": ["model.adapter_optimizer={name: loraplus}", "model.peft={type: OFT}"],
     "adapter_can_be_requested": ["engine.adapter=request", "model.peft={type: OFT}"],
     "every_reward_has_a_weight": ["grpo.reward_weights=[1, 2]"],
@@ -518,6 +520,45 @@ def test_config_remote_sandbox_is_accepted(overrides: list[str]) -> None:
 @pytest.mark.parametrize("address", ["http://host", "https://hooks.example.org/services/x?y=1", "http://[::1]:8080/a"])
 def test_config_notify_web_address_is_accepted(address: str) -> None:
     assert load_config(None, [f"run.notify={address}"]).run.notify == address
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reason"),
+    [
+        ([], "freezes the policy's weights, so nothing would be trained; set model.lora or model.peft"),
+        (["model.lora={}", "cluster.shard_learner=true"], "does not go with cluster.shard_learner=true"),
+        (["model.peft={type: GLORA}"], r"model\.peft\.type=GLORA, which PEFT builds on plain linear layers only"),
+        (["model.peft={type: LORA, init_lora_weights: pissa}"], "changes the frozen weights"),
+    ],
+)
+@pytest.mark.parametrize("method", ["nf4", "int4"])
+def test_quantized_policy_needs_an_adapter_on_frozen_weights(method: str, overrides: list[str], reason: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^model\.quantization={method} .*{reason}"):
+        load_config(None, [f"model.quantization={method}", "model.dtype=bfloat16", *overrides])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reason"),
+    [
+        (["model.lora={}", "engine.adapter=merge"], "does not go with engine.adapter=merge: a sum of base and update"),
+        (["model.lora={}", "model.dtype=float32"], "needs 16 bits"),
+        (["model.lora={}", "grpo.vllm_tensor_parallel_size=2"], "vllm_tensor_parallel_size=2, whose engine would"),
+        (["model.peft={type: OFT}"], "needs LoRA, the only adapter that vLLM applies"),
+        (["model.peft={type: LORA, use_dora: true}"], r"model\.peft\.use_dora=true: vLLM applies the two matrices"),
+        (["model.lora={rank: 600}"], "vLLM takes at most 512; set a smaller rank"),
+    ],
+)
+def test_int4_names_what_the_engine_cannot_apply(overrides: list[str], reason: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^model\.quantization=int4 .*{reason}.*model\.quantization=nf4") as caught:
+        load_config(None, ["model.quantization=int4", "model.dtype=bfloat16", *overrides])
+    assert "engine.adapter=merge" not in str(caught.value).rpartition(";")[2]
+
+
+def test_int4_gives_the_engine_requests() -> None:
+    settings = ["model.lora={}", "model.dtype=bfloat16"]
+    assert load_config(None, ["model.quantization=int4", *settings]).adapter_sync == "request"
+    assert load_config(None, ["model.quantization=nf4", *settings]).adapter_sync == "merge"
+    assert load_config(None, ["model.quantization=nf4", "engine.adapter=request", *settings]).adapter_sync == "request"
 
 
 @pytest.mark.parametrize(

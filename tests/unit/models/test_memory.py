@@ -135,6 +135,24 @@ def test_estimate_adapter_of_requests_has_a_slot_and_no_merge() -> None:
     assert estimate("model.lora={rank: 3}").engine_weights == 2000
 
 
+@pytest.mark.parametrize(("method", "bytes_per_weight"), [("nf4", 0.5 + 4 / 64), ("int4", 0.5 + 2 / 64)])
+def test_estimate_of_four_bits_counts_codes_and_scales(method: str, bytes_per_weight: float) -> None:
+    shape = dataclasses.replace(SHAPE, quantized_parameters=512, adapter_parameters=30)
+    overrides = [*STEP, "cluster.use_gpu=true", "model.lora={rank: 3}", f"model.quantization={method}"]
+    memory = estimate_memory(
+        load_config(None, overrides), shape, sequence_length=3, tokens=1, gradient_checkpointing=True
+    )
+    in_four_bits = int(bytes_per_weight * 512)
+    assert memory.weights == 2 * (1000 - 512) + in_four_bits + 4 * 30
+    if method == "nf4":
+        assert memory.engine_weights == 2000
+        # Of an MLP's weight: three copies in float32 for the merge, the dequantized one in 16 bits, and its copy.
+        assert memory.weight_sync == (12 + 2 + 4) * 10 * 20
+    else:  # a slot of rank 8 for an adapter of rank 3
+        assert memory.engine_weights == 2 * (1000 - 512) + in_four_bits + 2 * 30 * 8 // 3
+        assert memory.weight_sync == 0
+
+
 def test_estimate_sharded_learner_has_single_layers_unsharded() -> None:
     memory = estimate(SHARDED, "grpo.beta=0.04")
     assert (memory.weights, memory.reference_model, memory.gradients) == (2000, 2000, 2000)
