@@ -58,7 +58,7 @@ def test_merged_weights_are_those_that_the_learner_computes_with(policy: Path, n
 
 
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
-@tried(QUICK)
+@tried(QUICK, pytest.mark.long)
 def test_merging_leaves_the_learner_as_it_was(policy: Path, name: str, dtype: str) -> None:
     model = moved(policy, name, dtype)
     objects = state(model)
