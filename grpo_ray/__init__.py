@@ -8,7 +8,11 @@ The names in `__all__` are the public interface. Each is imported at its first u
 neither Ray, torch nor vLLM.
 """
 
+import logging
 from typing import TYPE_CHECKING
+
+# PEFT imports bitsandbytes wherever it is installed, which on some CPUs warns that a kernel needs another package.
+logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 if TYPE_CHECKING:
     from grpo_ray.config.loader import load_config

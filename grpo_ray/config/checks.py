@@ -518,6 +518,32 @@ def adapter_can_be_sharded(config: "Config") -> str | None:
     return None
 
 
+def shared_base_is_constant(config: "Config") -> str | None:
+    """Require for `model.share_base` an engine that keeps the frozen weights as the learner has them."""
+    if not config.model.share_base:
+        return None
+    settings = {
+        "engine.adapter=merge": (config.engine.adapter == "merge", "changes the engine's weights at each sync"),
+        f"model.quantization={config.model.quantization}": (
+            config.model.quantization is not None,
+            "gives learner and engine weights of different forms",
+        ),
+        "cluster.shard_learner=true": (config.cluster.shard_learner, "gives each worker a part of the weights"),
+        f"grpo.vllm_tensor_parallel_size={config.tensor_parallel_size}": (
+            config.tensor_parallel_size > 1,
+            "gives each engine's GPU a part of the weights",
+        ),
+        "grpo.vllm_enable_sleep_mode=true": (
+            bool(config.grpo.trl.get("vllm_enable_sleep_mode")),
+            "frees the engine's weights while the learner reads them",
+        ),
+    }
+    for setting, (is_set, reason) in settings.items():
+        if is_set:
+            return f"model.share_base=true does not go with {setting}, which {reason}; set one of them only"
+    return None
+
+
 def quantized_policy_has_an_adapter(config: "Config") -> str | None:
     """Require for `model.quantization` an adapter that leaves the policy's own weights as they are."""
     method, adapter = config.model.quantization, config.model.adapter
@@ -579,12 +605,15 @@ def _own_optimizer(config: "Config") -> list[tuple[str, Any]]:
 
 
 def adapter_can_be_requested(config: "Config") -> str | None:
-    """Require LoRA that vLLM can apply in its forward pass for `engine.adapter=request`, which int4 implies."""
-    adapter, is_int4 = config.model.adapter, config.model.quantization == "int4"
+    """Require LoRA that vLLM can apply in its forward pass for `engine.adapter=request`, and for what implies it."""
+    adapter = config.model.adapter
     if config.adapter_sync != "request":
         return None
-    setting = "model.quantization=int4" if is_int4 else "engine.adapter=request"
-    other = "model.quantization=nf4" if is_int4 else "engine.adapter=merge"
+    setting, other = "engine.adapter=request", "engine.adapter=merge"
+    if config.model.quantization == "int4":
+        setting, other = "model.quantization=int4", "model.quantization=nf4"
+    elif config.model.share_base:
+        setting, other = "model.share_base=true", "model.share_base=false"
     if not adapter or adapter["type"] != "LORA":
         return (
             f"{setting} needs LoRA, the only adapter that vLLM applies in its forward pass; set model.lora or "
@@ -1007,6 +1036,7 @@ CHECKS: tuple[Callable[["Config"], str | None], ...] = (
     reference_is_the_first_policy,
     adapter_can_be_sharded,
     int4_is_of_the_engine_too,
+    shared_base_is_constant,
     quantized_policy_has_an_adapter,
     adapter_optimizer_fits,
     adapter_can_be_requested,

@@ -20,7 +20,7 @@ from grpo_ray.text.redaction import hidden_settings
 RECORDED_CONFIG = "config.yaml"
 """Name of the file in a run folder."""
 UNUSED_FIELDS = {
-    "model": ("trust_remote_code", "lora", "peft", "adapter_optimizer", "quantization"),
+    "model": ("trust_remote_code", "lora", "peft", "adapter_optimizer", "quantization", "share_base"),
     "run": ("storage_path", "from_checkpoint", "best_metric", "stop_on", "notify"),
     "data": ("skip_solved", "prefer_mixed"),
     "rollout": ("isolation", "variables"),

@@ -278,6 +278,9 @@ class ModelConfig:
     """Keep the frozen weights of linear layers in four bits, under an adapter (QLoRA). "nf4": the learner's, in the
     format of bitsandbytes; the engine has the same weights in `model.dtype`. "int4": one format that learner and engine
     both read, with LoRA. null: off."""
+    share_base: bool = False
+    """Keep one copy of the frozen weights on each GPU, that of the engine, which the learner reads too, with
+    `engine.adapter=request`. false: off."""
 
     @property
     def adapter(self) -> Mapping[str, Any] | None:
@@ -553,7 +556,7 @@ class EngineConfig:
     """Form in which the engine gets the adapter of `model.lora` or `model.peft`: "merge" adds it to the weights that
     each sync sends; "request" sends the frozen weights once, and then the adapter alone, which vLLM applies as a LoRA
     request (for LoRA and rsLoRA; see adapters.md). null (derived): "request" with
-    `model.quantization=int4`, otherwise "merge"."""
+    `model.quantization=int4` or `model.share_base`, otherwise "merge"."""
     compile_cache: AbsoluteFolder | None = None
     """Folder on each node for the code that vLLM compiles while an engine starts (its VLLM_CACHE_ROOT). Set it to a
     folder that survives restarts if the home folder does not, as in a container; a shared folder works too. Later
@@ -904,7 +907,8 @@ class Config:
     @property
     def adapter_sync(self) -> str:
         """Form in which the engine gets an adapter: "merge" or "request"."""
-        return self.engine.adapter or ("request" if self.model.quantization == "int4" else "merge")
+        needs_request = self.model.quantization == "int4" or self.model.share_base
+        return self.engine.adapter or ("request" if needs_request else "merge")
 
     @property
     def dtype(self) -> str:

@@ -44,6 +44,7 @@ from grpo_ray.inference.sampling import (
     ignore_finished,
     training_sampling,
 )
+from grpo_ray.inference.shared_base import share_base
 from grpo_ray.inference.sync_proof import LogprobGap, measure_logprob_gap, require_synced
 from grpo_ray.inference.trl_without_trackers import VLLMGeneration, empty_cache
 from grpo_ray.inference.unprocessed_logprobs import install_unprocessed_logprobs
@@ -148,6 +149,7 @@ class Engine(VLLMGeneration):
         self.slot = LoraSlot(self.llm) if lora else None
         """The adapter that requests name; None if it is merged, or there is none."""
         self._holds_frozen_weights = False
+        self._shares_base = False
         self._has_new_weights = True
         """False once weights have been proven that were sent before the adapter."""
         if on_cpu:
@@ -238,6 +240,8 @@ class Engine(VLLMGeneration):
             self.slot.send(lora_updates(self._adapted))
         self._empty_prefix_cache()
         self._prove_weights()
+        if self.config.model.share_base and not self._shares_base:
+            self._share_base()
         self.profiler.wait_for_device()  # otherwise the copies would count as generation
 
     def _send_weights(self) -> None:
@@ -253,6 +257,14 @@ class Engine(VLLMGeneration):
         for layer in self._repackable_layers:
             pack_on_next_use(layer)
         self._holds_frozen_weights = self.slot is not None
+
+    def _share_base(self) -> None:
+        """Replace the learner's frozen weights, which have just been proven to be the engine's, by views of them."""
+        regions, parameters = self.weight_proof.single_regions(), self._parameters()
+        names = share_base(self._adapted, regions, parameters, self._fix_param_name_to_vllm)
+        self.weight_proof.keep_constant(names)
+        self._shares_base = True
+        empty_cache()
 
     def _compare_base(self) -> None:
         """Compare the base in four bits, which vLLM has loaded from a file, with the learner's; once."""

@@ -36,7 +36,7 @@ from torch.distributed.tensor import DTensor
 
 from grpo_ray.distributed import all_gather_object
 from grpo_ray.errors import SyncError
-from grpo_ray.inference.weight_layout import LoadRecorder, Recorded, WeightLayout
+from grpo_ray.inference.weight_layout import LoadRecorder, Recorded, Region, WeightLayout
 from grpo_ray.inference.weight_sums import add_sums, shard_sum, weight_sum
 from grpo_ray.models.adapters import merged_layer, saved_copy, sharded_update
 from grpo_ray.models.quantized import identities, quantized_layers
@@ -171,6 +171,7 @@ class WeightProof:
         self._layout: WeightLayout | None = None
         self._loaded_as: dict[str, torch.dtype] = {}
         self._sums: dict[str, int] | None = None
+        self._constant: frozenset[str] = frozenset()
         self._is_quantized = False
 
     @property
@@ -196,6 +197,19 @@ class WeightProof:
                 f"the checksums of the weight sync leave out {len(reasons)} of the engine's tensors, which the "
                 f"log-probabilities alone prove ({first}{more})"
             )
+
+    def single_regions(self) -> dict[str, Region]:
+        """Return the place of each weight that this worker's engine holds once, and in one piece."""
+        if self._layout is None:
+            return {}
+        found: dict[str, list[Region]] = {}
+        for region, _ in self._layout.regions:
+            found.setdefault(region.weight, []).append(region)
+        return {name: regions[0] for name, regions in found.items() if len(regions) == 1}
+
+    def keep_constant(self, names: frozenset[str]) -> None:
+        """Require of these weights from now on that they are those of the last proof."""
+        self._constant = names
 
     def set_quantized(self, method: str) -> None:
         """Mark the engine as quantized: it stores other values than it receives, so nothing can be compared."""
@@ -231,6 +245,11 @@ class WeightProof:
         engine, precision = self._engine_sums(parameters)
         own, numels = self._learner_sums(weights, precision)
         changed = self._sums is None or any(own.get(name) != each for name, each in self._sums.items())
+        if moved := [name for name in own if name in self._constant and own[name] != (self._sums or {}).get(name)]:
+            raise SyncError(
+                f"the engine does not hold the learner's weights: {_named(moved)}, which both share, have changed "
+                "since the first sync"
+            )
         if self._layout is not None:
             _require_equal(own, numels, engine, self._layout)
         if changed and (copies := stale_copies()):

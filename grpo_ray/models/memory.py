@@ -224,6 +224,7 @@ class MemoryEstimate:
     gradient_checkpointing: bool
     """True if the backward pass recomputes the activations inside each layer."""
     weights: int
+    """The learner's own; frozen weights that it shares with the engine are among the engine's."""
     reference_model: int
     optimizer_states: int
     gradient_buckets: int
@@ -246,6 +247,9 @@ class MemoryEstimate:
     """CUDA's context, libraries' workspaces and NCCL's buffers."""
     reward_models: int
     """Reward models that share the GPU of one worker, and their process's context."""
+    before_sharing: int
+    """The learner's own copy of frozen weights until the first sync, after which it reads the engine's
+    (model.share_base); 0 if it keeps its own."""
     sleep_mode: bool
     """True if the engine releases its memory while the learner computes (grpo.vllm_enable_sleep_mode)."""
 
@@ -301,14 +305,14 @@ class MemoryEstimate:
 
     def engine_space(self, gpu_bytes: int) -> int:
         """Return the memory that the learner leaves to the engine while it generates, in bytes; may be negative."""
-        beside = self.resident + self.weight_sync if self.sleep_mode else self.learner
+        beside = self.resident + self.weight_sync if self.sleep_mode else max(self.learner, self.before_sharing)
         return gpu_bytes - self.others - beside
 
     def used(self, gpu_bytes: int, gpu_memory_utilization: float) -> int:
         """Return the peak of the whole GPU, in bytes, with an engine that takes its fraction in full."""
         engine = int(gpu_memory_utilization * gpu_bytes)
         if not self.sleep_mode:
-            return self.others + self.learner + engine
+            return self.others + max(self.learner, self.before_sharing) + engine
         return self.others + max(self.learner + self.cuda_graphs, self.resident + self.weight_sync + engine)
 
     def completions_at_once(self, gpu_bytes: int, gpu_memory_utilization: float) -> int:
@@ -585,6 +589,7 @@ def estimate_memory(
         kv_cache_per_sequence=kv_cache_per_sequence,
         context=CONTEXT + (NCCL if workers > 1 else 0),
         reward_models=reward_models,
+        before_sharing=number_bytes * shape.parameters + 4 * trained if config.model.share_base else 0,
         sleep_mode=bool(trl.get("vllm_enable_sleep_mode", False)),
     )
 
@@ -593,6 +598,8 @@ def _learner_weights(config: Config, shape: ModelShape, trained: int) -> int:
     """Return the bytes of the learner's weights before they are divided over workers."""
     if not config.model.adapter:
         return 4 * shape.parameters
+    if config.model.share_base:
+        return 4 * trained
     plain = BYTES_PER_NUMBER[config.dtype] * (shape.parameters - shape.quantized_parameters)
     codes = QUANTIZED_BYTES[config.model.quantization] * shape.quantized_parameters if config.model.quantization else 0
     return plain + int(codes) + 4 * trained

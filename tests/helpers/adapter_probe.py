@@ -43,6 +43,8 @@ class RequestObservation(Observation):
     """True if the engine's frozen weights are still those of the first sync, bit for bit."""
     sent_weights: int
     """Number of syncs that sent the frozen weights."""
+    shared: int
+    """Number of the learner's frozen weights that are in the engine's memory."""
     faults: dict[str, str]
     """Fault that was planted -> error of the proof; empty if it found none."""
 
@@ -74,13 +76,14 @@ def observe_adapters(
 
 
 @lone_process_group()
-def observe_request(policy: str, dtype: str, name: str) -> RequestObservation:
+def observe_request(policy: str, dtype: str, name: str, *overrides: str) -> RequestObservation:
     """Do the same with one adapter of LoRA, which the engine gets as a request."""
     import json
 
     from adapters import settings_of
 
-    learner = learner_of(untied(policy), dtype, f"model.peft={json.dumps(settings_of(name))}", "engine.adapter=request")
+    peft = f"model.peft={json.dumps(settings_of(name))}"
+    learner = learner_of(untied(policy), dtype, peft, "engine.adapter=request", *overrides)
     return RequestProbe(learner, learner.model).observe_request()
 
 
@@ -282,8 +285,16 @@ class RequestProbe(Probe):
             cached=cached,
             has_first_base=has_first_base,
             sent_weights=sends,
+            shared=self.count_shared(),
             faults=faults,
         )
+
+    def count_shared(self) -> int:
+        from grpo_ray.models.adapters import frozen_parameters
+
+        memory = {each.untyped_storage().data_ptr() for each in self.learner.engine._parameters().values()}
+        frozen = [parameter for _, parameter, _ in frozen_parameters(self.model)]
+        return sum(each.untyped_storage().data_ptr() in memory for each in frozen)
 
     def plant_faults(self) -> dict[str, str]:
         """Plant faults one after another; each is taken out again, which the proof must find to be right."""

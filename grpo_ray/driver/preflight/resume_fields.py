@@ -100,7 +100,7 @@ APPLIED: dict[str, tuple[str, ...]] = {
         "run.name", "run.storage_path", "run.resume", "run.takeover", "run.max_failures", "run.storage_retry_seconds",
         "run.hang_factor", "run.hang_seconds", "run.max_bad_steps", "run.trace", "run.notify", "run.trackers",
         "run.project", "cluster.num_workers",
-        "cluster.use_gpu", "cluster.cpus_per_worker", "cluster.threads_per_worker", "model.dtype",
+        "cluster.use_gpu", "cluster.cpus_per_worker", "cluster.threads_per_worker", "model.dtype", "model.share_base",
         "rewards.model_gpus",
         "model.trust_remote_code", "engine.gpu_memory_utilization", "engine.cpu_cache_gib", "engine.max_model_len",
         "engine.logprob_tolerance", "engine.adapter", "engine.compile_cache", "engine.vllm", "grpo.micro_batch_size",

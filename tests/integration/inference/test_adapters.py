@@ -16,6 +16,8 @@ ALL = (*SMALL, *VARIANTS)
 IN_FOUR_BITS = tuple(name for name in ALL if name not in (*NOT_QUANTIZED, "PiSSA", "OLoRA"))
 """Types and variants that `model.quantization` goes with."""
 
+OWN, SHARED = "model.share_base=false", "model.share_base=true"
+
 TOLERANCE = {"float32": 1e-5, "bfloat16": 0.05}
 """Largest mean difference of the log-probabilities of engine and learner, nats; in 16 bits that of a run."""
 
@@ -51,18 +53,23 @@ def test_engine_has_the_merged_adapter(
 
 
 @pytest.mark.parametrize(
-    ("dtype", "name"),
+    ("dtype", "name", "setting"),
     [
-        ("bfloat16", "ranks"),
-        pytest.param("bfloat16", "rsLoRA", marks=pytest.mark.slow),
-        pytest.param("float32", "LORA", marks=pytest.mark.slow),
-        pytest.param("float32", "PiSSA", marks=pytest.mark.slow),
+        ("bfloat16", "ranks", SHARED),
+        pytest.param("bfloat16", "ranks", OWN, marks=pytest.mark.slow),
+        pytest.param("bfloat16", "rsLoRA", OWN, marks=pytest.mark.slow),
+        pytest.param("float32", "LORA", OWN, marks=pytest.mark.slow),
+        pytest.param("float32", "LORA", SHARED, marks=pytest.mark.slow),
+        pytest.param("float32", "PiSSA", OWN, marks=pytest.mark.slow),
+        pytest.param("bfloat16", "LORA", "model.quantization=nf4", marks=pytest.mark.slow),
     ],
 )
-def test_engine_applies_the_adapter_of_its_requests(cluster: None, policy: Path, dtype: str, name: str) -> None:
+def test_engine_applies_the_adapter_of_its_requests(
+    cluster: None, policy: Path, dtype: str, name: str, setting: str
+) -> None:
     from adapter_probe import STEPS, observe_request
 
-    seen = in_worker(observe_request, str(policy), dtype, name)
+    seen = in_worker(observe_request, str(policy), dtype, name, setting)
     print([f"{gap:.1e}" for gap in seen.gaps], f"{seen.moved:.1e}", seen.faults)
     assert len(seen.gaps) == STEPS + 1 and max(seen.gaps) < REQUEST_TOLERANCE[dtype]
     assert seen.moved > 0.05 and seen.is_kept
@@ -73,8 +80,11 @@ def test_engine_applies_the_adapter_of_its_requests(cluster: None, policy: Path,
     assert "layers.0.self_attn.q_proj.lora_A, model.layers.0.self_attn.q_proj.lora_B" in seen.stale
     layer = "model.layers.1.self_attn"
     outside = f"{layer}.qkv_proj.lora_B.0 has numbers that are not the adapter's"
+    # Embedding, output layer, norms, 14 linear layers and six biases of two blocks.
+    assert seen.shared == (27 if setting == SHARED else 0)
+    changed = f"{layer}.v_proj.weight, which both share, have changed since the first sync"
     expected = {
-        "frozen weight": f"checksums of {layer}.v_proj.weight differ",
+        "frozen weight": changed if setting == SHARED else f"checksums of {layer}.v_proj.weight differ",
         "first matrix": f"checksums of {layer}.q_proj.lora_A differ",
         "second matrix": f"checksums of {layer}.v_proj.lora_B differ",
         # The slot is larger than the adapter's rank where other layers have a larger one.

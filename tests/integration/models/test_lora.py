@@ -258,8 +258,43 @@ def test_adapter_as_request_trains_and_resumes_with_the_same_bits(small_run: Cal
     assert [event["step"] for event in events_of(folder, "began")] == [0, 2]
     assert same_weights(adapter_of(killed.latest_checkpoint), weights)
 
+    shared, _ = small_run("shared", LORA, SIGNAL, "model.share_base=true")
+    assert same_weights(adapter_of(shared.latest_checkpoint), weights)
+
     small_run("killed", LORA, SIGNAL, "grpo.max_steps=6")  # the rest with merged weights
     assert [row["step"] for row in rows_of(folder)] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.slow
+def test_int4_run_is_saved_resumed_measured_and_exported(
+    small_run: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    from grpo_ray.cli import main
+
+    settings = (LORA, SIGNAL, "model.quantization=int4", "model.dtype=bfloat16")
+    whole, folder = small_run("whole", *settings)
+    rows = rows_of(folder)
+    assert max(row["engine/logprob_gap_mean"] for row in rows) < 0.01
+    weights = adapter_of(whole.latest_checkpoint)
+    assert all(weight.abs().max() > 0 for weight in weights.values())
+    assert json.loads(Path(whole.latest_checkpoint, QUANTIZATION).read_text()) == {
+        "method": "int4",
+        "dtype": "bfloat16",
+    }
+
+    killed, folder = small_run("killed", *settings, "run.max_failures=1", faults=[Fault("kill-backward", step=4)])
+    assert [event["step"] for event in events_of(folder, "began")] == [0, 2]
+    assert same_weights(adapter_of(killed.latest_checkpoint), weights)
+    with pytest.raises(ConfigError, match=r"quantization=.*nf4.* differs"):
+        small_run("killed", LORA, SIGNAL, "model.quantization=nf4", "model.dtype=bfloat16", "grpo.max_steps=6")
+
+    capsys.readouterr()
+    assert main(["export", whole.best_checkpoint, str(folder / "plain")]) == 0
+    assert "int4" in (folder / "plain" / "README.md").read_text()
+    # The engine of `grpo-ray eval` has the merged weights in 16 bits, which are rounded once more.
+    assert main(["eval", whole.best_checkpoint, "--trust-rewards", "--json", str(folder / "evaluation.json")]) == 0
+    measured = json.loads((folder / "evaluation.json").read_text())["pass_at_1"]["value"]
+    assert measured == pytest.approx(whole.heldout_after, abs=0.1)
 
 
 @pytest.mark.slow

@@ -284,6 +284,7 @@ VIOLATIONS = {
     "reference_is_the_first_policy": ["model.peft={type: FOURIERFT}", "grpo.beta=0.1"],
     "adapter_can_be_sharded": ["model.peft={type: VERA}", "cluster.shard_learner=true"],
     "int4_is_of_the_engine_too": ["model.quantization=int4", "engine.adapter=merge"],
+    "shared_base_is_constant": ["model.share_base=true", "engine.adapter=merge"],
     "quantized_policy_has_an_adapter": ["model.quantization=nf4"],
     "adapter_optimizer_fits": ["model.adapter_optimizer={name: loraplus}", "model.peft={type: OFT}"],
     "adapter_can_be_requested": ["engine.adapter=request", "model.peft={type: OFT}"],
@@ -535,6 +536,23 @@ def test_config_notify_web_address_is_accepted(address: str) -> None:
 def test_quantized_policy_needs_an_adapter_on_frozen_weights(method: str, overrides: list[str], reason: str) -> None:
     with pytest.raises(ConfigError, match=rf"^model\.quantization={method} .*{reason}"):
         load_config(None, [f"model.quantization={method}", "model.dtype=bfloat16", *overrides])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reason"),
+    [
+        (["model.quantization=nf4"], "model.quantization=nf4, which gives learner and engine weights of different"),
+        (["cluster.shard_learner=true"], "cluster.shard_learner=true, which gives each worker a part"),
+        (["grpo.vllm_tensor_parallel_size=2"], "grpo.vllm_tensor_parallel_size=2, which gives"),
+        (["grpo.vllm_enable_sleep_mode=true"], "grpo.vllm_enable_sleep_mode=true, which frees"),
+    ],
+)
+def test_shared_base_names_what_would_change_it(overrides: list[str], reason: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^model\.share_base=true does not go with {reason}"):
+        load_config(None, ["model.share_base=true", "model.lora={}", *overrides])
+    with pytest.raises(ConfigError, match=r"^model\.share_base=true needs LoRA.*model\.share_base=false"):
+        load_config(None, ["model.share_base=true"])
+    assert load_config(None, ["model.share_base=true", "model.lora={}"]).adapter_sync == "request"
 
 
 @pytest.mark.parametrize(

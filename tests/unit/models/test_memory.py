@@ -135,6 +135,15 @@ def test_estimate_adapter_of_requests_has_a_slot_and_no_merge() -> None:
     assert estimate("model.lora={rank: 3}").engine_weights == 2000
 
 
+def test_estimate_of_a_shared_base_has_one_copy_after_the_first_sync() -> None:
+    own = estimate("model.lora={rank: 3}", "engine.adapter=request")
+    shared = estimate("model.lora={rank: 3}", "model.share_base=true")
+    assert (own.weights, shared.weights) == (2000 + 3840, 3840)
+    assert (own.before_sharing, shared.before_sharing) == (0, 2000 + 3840)
+    assert shared.engine_weights == own.engine_weights
+    assert own.used(10**6, 0.5) - shared.used(10**6, 0.5) == min(2000, own.learner - shared.before_sharing)
+
+
 @pytest.mark.parametrize(("method", "bytes_per_weight"), [("nf4", 0.5 + 4 / 64), ("int4", 0.5 + 2 / 64)])
 def test_estimate_of_four_bits_counts_codes_and_scales(method: str, bytes_per_weight: float) -> None:
     shape = dataclasses.replace(SHAPE, quantized_parameters=512, adapter_parameters=30)
@@ -184,6 +193,7 @@ WORKER = MemoryEstimate(
     kv_cache_per_sequence=GIB // 2,
     context=GIB,
     reward_models=0,
+    before_sharing=0,
     sleep_mode=False,
 )
 """The learner takes 10.2 GiB, a fifth of a GiB of it by fragmentation; the engine 2 + 0.5 + 1 + 4 = 7.5 GiB with a KV

@@ -1,4 +1,6 @@
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -198,6 +200,13 @@ def test_damaged_file_is_refused(tmp_path: Path, content: str) -> None:
         read_quantization(tmp_path)
     (tmp_path / QUANTIZATION).write_text(json.dumps({"method": "nf4", "dtype": "float32"}))
     assert read_quantization(tmp_path) == Quantization("nf4", "float32")
+
+
+def test_installed_package_warns_of_nothing() -> None:
+    """PEFT imports it, so that every command of a user would show its warnings."""
+    command = [sys.executable, "-c", "import grpo_ray, bitsandbytes"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 def test_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
