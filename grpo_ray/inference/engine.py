@@ -285,7 +285,7 @@ class Engine(VLLMGeneration):
 
         The first load also records where vLLM stores each weight.
         """
-        weights, parameters = self._iter_named_params(), dict(engine_model(self.llm).named_parameters())
+        weights, parameters = self._iter_named_params(), self._parameters()
         if (method := self.llm.llm_engine.model_config.quantization) is not None:
             self.weight_proof.set_quantized(method)
             return load_weights(self.llm, weights)

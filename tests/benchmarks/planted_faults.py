@@ -213,6 +213,9 @@ TESTS: dict[str, TestFiles] = {
     "inference/engine.py": TestFiles(
         integration=("inference/test_engine.py", "inference/test_weight_proof.py", *RUNS, "models/test_lora.py")
     ),
+    "inference/lora_requests.py": TestFiles(
+        integration=("inference/test_adapters.py", "inference/test_vllm_internals.py")
+    ),
     "inference/weight_layout.py": TestFiles(
         unit=("inference/test_weight_proof.py",), integration=("inference/test_weight_proof.py",)
     ),
@@ -987,6 +990,31 @@ FAULTS = (
         "inference/engine.py",
         "weights, parameters = self._iter_named_params(), self._parameters()",
         'weights, parameters = ((n, w) for n, w in self._iter_named_params() if "norm" not in n), self._parameters()',
+    ),
+    Fault(
+        "requests-without-their-adapter",
+        "inference/engine.py",
+        "lora_request=None if self.slot is None else self.slot.request,",
+        "lora_request=None,",
+        integration=("inference/test_adapters.py",),
+    ),
+    Fault(
+        "adapter-of-requests-keeps-its-id",
+        "inference/lora_requests.py",
+        "self._version += 1",
+        "self._version = 1",
+    ),
+    Fault(
+        "numbers-beside-the-adapter-pass",
+        "inference/lora_requests.py",
+        "if int(tensor.count_nonzero()) != own:",
+        "if int(tensor.count_nonzero()) < own:",
+    ),
+    Fault(
+        "scale-left-out-of-an-update",
+        "models/adapters.py",
+        "second.detach().float() * layer.scaling[adapter])",
+        "second.detach().float())",
     ),
     Fault(
         "every-other-packed-layer-stays-stale",

@@ -218,7 +218,7 @@ def test_adapter_that_does_not_fit_is_refused(policy: Path, settings: dict[str, 
 
 # Adapters as LoRA requests of the engine
 
-REQUESTED = ("LORA", "rsLoRA", "ranks", "PiSSA")
+REQUESTED = ("LORA", "rsLoRA", "ranks", "PiSSA", "OLoRA")
 
 
 @pytest.mark.parametrize("name", REQUESTED)
