@@ -127,6 +127,21 @@ def observe_int4(policy: str) -> tuple[Observation, dict[str, str]]:
     return Probe(learner, learner.model).observe(), errors
 
 
+@lone_process_group()
+def weigh_engine(folder: str, *overrides: str) -> tuple[int, int]:
+    """Start a learner with an engine; return the bytes of the engine's weights, and their estimate."""
+    from grpo_ray.inference.vllm_internals import engine_model
+    from grpo_ray.models.memory import estimate_memory, policy_shape
+
+    learner = learner_of(Path(folder), "bfloat16", *overrides)
+    shape = policy_shape(learner.config, folder)
+    memory = estimate_memory(learner.config, shape, sequence_length=64, tokens=64, gradient_checkpointing=False)
+    engine = learner.engine
+    slot = engine.slot.tensors() if engine.slot else {}
+    stored = [*engine_model(engine.llm).parameters(), *slot.values()]
+    return sum(each.nbytes for each in stored), memory.engine_weights
+
+
 def untied(policy: str) -> Path:
     """Return a folder with an embedded policy whose output layer is separated from the embedding."""
     from adapters import load

@@ -309,9 +309,13 @@ def test_runtime_env_is_valid_and_holds_no_secret() -> None:
 def test_configs_exist() -> None:
     assert {path.name for path in CONFIGS} >= {
         "arithmetic.yaml",
+        "arithmetic-qlora.yaml",
         "gsm8k.yaml",
         "deepmath-qwen2.5-0.5b.yaml",
         "deepmath-qwen2.5-7b-lora.yaml",
+        "deepmath-qwen2.5-7b-int4.yaml",
+        "deepmath-qwen2.5-14b-int4.yaml",
+        "deepmath-qwen2.5-32b-int4.yaml",
         "deepmath-qwen2.5-72b.yaml",
         "deepmath-qwen3-python-tool.yaml",
         "multiply-tool.yaml",

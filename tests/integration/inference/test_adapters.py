@@ -116,6 +116,34 @@ def test_engine_reads_the_learners_base_in_four_bits(cluster: None, policy: Path
         assert message in faults[fault], fault
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("setting", ["model.quantization=int4", "engine.adapter=request", "model.quantization=nf4"])
+@pytest.mark.parametrize("hidden", [256, 512, 1024])
+def test_engines_weights_take_what_is_estimated(
+    cluster: None, policy: Path, tmp_path: Path, hidden: int, setting: str
+) -> None:
+    from adapter_probe import weigh_engine
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    from grpo_ray.models.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(str(policy))
+    config = Qwen2Config(
+        hidden_size=hidden,
+        intermediate_size=5 * hidden,
+        num_attention_heads=hidden // 64,
+        num_key_value_heads=hidden // 128,
+        num_hidden_layers=4,
+        vocab_size=len(tokenizer),
+        max_position_embeddings=256,
+    )
+    Qwen2ForCausalLM(config).bfloat16().save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    stored, estimated = in_worker(weigh_engine, str(tmp_path), "model.lora={rank: 16}", setting)
+    print(stored, estimated)
+    assert estimated == pytest.approx(stored, rel=0.1)
+
+
 def in_worker(probe: Callable[..., Any], *arguments: Any) -> Any:
     """Run a probe in a process of its own, as a worker."""
     import ray

@@ -1,5 +1,6 @@
 """Every shipped config fits the GPUs that it names, by the estimate, and its comments agree with the estimate."""
 
+import dataclasses
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +34,28 @@ SHAPES = {
         intermediate_size=18_944,
         query_size=3584,
         key_value_size=512,
+        vocabulary=152_064,
+        tied_embeddings=False,
+        context_length=131_072,
+    ),
+    "Qwen/Qwen2.5-14B": ModelShape(
+        parameters=14_770_033_664,
+        layers=48,
+        hidden_size=5120,
+        intermediate_size=13_824,
+        query_size=5120,
+        key_value_size=1024,
+        vocabulary=152_064,
+        tied_embeddings=False,
+        context_length=131_072,
+    ),
+    "Qwen/Qwen2.5-32B": ModelShape(
+        parameters=32_763_876_352,
+        layers=64,
+        hidden_size=5120,
+        intermediate_size=27_648,
+        query_size=5120,
+        key_value_size=1024,
         vocabulary=152_064,
         tied_embeddings=False,
         context_length=131_072,
@@ -84,11 +107,20 @@ def read_shipped(name: str) -> ShippedConfig:
     found = HARDWARE.search(text)
     assert found, f"{name} must name its hardware as: # Hardware: 4 GPUs of 24 GB"
     assert config.cluster.max_workers % int(found[1]) == 0
-    return ShippedConfig(text, plan_memory(config, SHAPES[config.model.path], int(GPU_CARDS[found[2]] * GIB)))
+    shape = SHAPES[config.model.path]
+    if config.model.quantization:
+        shape = dataclasses.replace(shape, quantized_parameters=linear_parameters(shape))
+    return ShippedConfig(text, plan_memory(config, shape, int(GPU_CARDS[found[2]] * GIB)))
+
+
+def linear_parameters(shape: ModelShape) -> int:
+    """Return the number of weights of the linear layers but the output layer, without biases."""
+    inner = 2 * shape.query_size + 2 * shape.key_value_size + 3 * shape.intermediate_size
+    return shape.layers * shape.hidden_size * inner
 
 
 def test_gpu_configs_are_found() -> None:
-    assert len(GPU_CONFIGS) == 7
+    assert len(GPU_CONFIGS) == 10
 
 
 @pytest.mark.parametrize("name", GPU_CONFIGS)
