@@ -59,7 +59,7 @@ REFUSED_TYPES: dict[str, str] = {
 
 _MODULES = "names a module to import"
 _DATA = "needs a pass over data before training, which a run does not make"
-_QUANTIZED = "is for quantized policies"
+_QUANTIZED = "changes the quantized weights under the adapter, which are those of model.path"
 _UNTRIED = "was never tried with a merge into the engine"
 
 REFUSED_FIELDS: dict[str, str] = {
