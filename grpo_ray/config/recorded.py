@@ -117,6 +117,7 @@ def evaluation_settings(
         if not trusts_engine:
             settings["engine"] = _harmless_engine(settings["engine"])
         settings["engine"].pop("compile_cache", None)  # an engine would run the code that it finds in this folder
+        settings["engine"].pop("adapter", None)  # merged here
     for section, names in UNUSED_FIELDS.items():
         for name in names:
             settings.get(section, {}).pop(name, None)

@@ -80,8 +80,8 @@ CLIPPED_LOSSES = ("grpo", "dapo", "dr_grpo", "bnpo", "luspo")
 """Loss types with PPO's clipped objective."""
 
 MODEL_ARGUMENTS_REFUSED = {
-    "quantization_config": "the engine's weights cannot be synced from a quantized policy; use model.lora to save "
-    "memory",
+    "quantization_config": "the engine's weights cannot be synced from the layers of other libraries; set "
+    "model.quantization",
     "device_map": "each worker holds the policy on its own device; use cluster.shard_learner to divide it",
     "revision": "tokenizer and engine would not use it; download the revision and set model.path to its folder",
     "trust_remote_code": "set model.trust_remote_code",

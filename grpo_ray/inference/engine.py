@@ -11,7 +11,7 @@ Differences from TRL:
 """
 
 import secrets
-import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -131,10 +131,14 @@ class Engine(VLLMGeneration):
         if self.config.adapter_sync == "request":
             lora = lora_arguments(require_plain_lora(self.model))
         path = self.model.name_or_path
-        if self._shares_four_bits:
-            path = str(self._folder / "int4")
-            write_compressed_policy(self._adapted, self.processing_class, Path(path))
-        with repackable_layers() as self._repackable_layers, named_shared_memory(token):
+        with (
+            repackable_layers() as self._repackable_layers,
+            named_shared_memory(token),
+            tempfile.TemporaryDirectory(dir=self._folder) as scratch,
+        ):
+            if self._shares_four_bits:
+                path = str(Path(scratch, "int4"))
+                write_compressed_policy(self._adapted, self.processing_class, Path(path))
             self.llm = LLM(
                 **llm_arguments(path, self.config, max_num_seqs=self.max_num_seqs),
                 **lora,
@@ -144,8 +148,6 @@ class Engine(VLLMGeneration):
                 # vLLM joins the worker's own process group instead of starting worker processes.
                 distributed_executor_backend="external_launcher",
             )
-        if self._shares_four_bits:
-            shutil.rmtree(path)
         self.slot = LoraSlot(self.llm) if lora else None
         """The adapter that requests name; None if it is merged, or there is none."""
         self._holds_frozen_weights = False
@@ -233,7 +235,7 @@ class Engine(VLLMGeneration):
             self.llm.wake_up(tags=["weights"])
             self._llm_weights_sleeping = False
         if self._shares_four_bits:
-            self._compare_base()
+            self._find_places()
         elif self.slot is None or not self._holds_frozen_weights:
             self._send_weights()
         if self.slot is not None:
@@ -266,14 +268,13 @@ class Engine(VLLMGeneration):
         self._shares_base = True
         empty_cache()
 
-    def _compare_base(self) -> None:
-        """Compare the base in four bits, which vLLM has loaded from a file, with the learner's; once."""
+    def _find_places(self) -> None:
+        """Find the places of the adapter's matrices in an engine that has loaded its base from a file; once."""
         if self._holds_frozen_weights:
             return
         assert self.slot is not None
         model = engine_model(self.llm)
         with base_layers(model):
-            require_same_base(self._adapted, model)
             slices = {name: output_slices(layer) for name, layer in engine_layers(model).items()}
         places = frozen_places(self._adapted, slices)
         self.weight_proof.set_layout(self.slot.of_matrices(places, lora_updates(self._adapted)))
@@ -320,6 +321,8 @@ class Engine(VLLMGeneration):
             self.slot.require_nothing_else()
         named = learner_weights(self.model) if self.slot is None else request_weights(self._adapted)
         if self._shares_four_bits:
+            with base_layers(engine_model(self.llm)):
+                require_same_base(self._adapted, engine_model(self.llm))
             named = ((name, weight) for name, weight in named if is_matrix(name))
         weights = ((self._fix_param_name_to_vllm(name), weight) for name, weight in named)
         self.weight_proof.compare(weights, self._parameters(), self._stale_copies)

@@ -42,6 +42,12 @@ if TYPE_CHECKING:
     from vllm import LLM
     from vllm.lora.request import LoRARequest
 
+MERGE = "set engine.adapter=merge, without model.quantization=int4 and model.share_base"
+"""Remedy where an engine cannot apply or prove an adapter."""
+
+FIRST_VERSION = 1000
+"""Id of the first adapter; vLLM itself uses small ones while it starts."""
+
 SLOT = 0
 """Slot of the only adapter that the engine has."""
 
@@ -106,11 +112,11 @@ class LoraSlot:
             if not isinstance(layer, BaseLinearLayerWithLoRA):
                 raise ConfigError(
                     f"engine.adapter=request: vLLM computes {name} as {type(layer).__name__}, whose adapter cannot be "
-                    "proven; leave the layer out of target_modules, or set engine.adapter=merge"
+                    f"proven; leave the layer out of target_modules, or {MERGE}"
                 )
         self.request: LoRARequest | None = None
         """Adapter of the requests; None before the first sync."""
-        self._version = 0
+        self._version = FIRST_VERSION - 1
         self._names: dict[str, str] = {}
         self._regions: dict[str, list[Region]] = {}
 
@@ -135,14 +141,19 @@ class LoraSlot:
         from vllm.lora.request import LoRARequest
 
         dtype = next(iter(self.tensors().values())).dtype
+        self._manager.remove_all_adapters()
         loras = {}
         for update in updates:
+            if update.layer not in self._names:
+                raise SyncError(
+                    f"the engine has no place for the adapter of {update.layer}, since no parameter is a copy of its "
+                    f"weight; {MERGE}"
+                )
             name, rank = self._names[update.layer], len(update.first)
-            # Copies, since the manager keeps them, and vLLM may work on them in place.
-            first, second = (each.to(dtype, copy=True) for each in (update.first, update.second))
+            # Copies in main memory, as vLLM's own loader makes them: the manager keeps them beside the slot.
+            first, second = (each.to("cpu", dtype, copy=True) for each in (update.first, update.second))
             loras[name] = LoRALayerWeights(name, rank, rank, first, second, scaling=1.0)
         self._version += 1
-        self._manager.remove_all_adapters()
         adapters = self._manager._adapter_manager
         adapters.add_adapter(LoRAModel(self._version, max(each.rank for each in loras.values()), loras))
         adapters.activate_adapter(self._version)
@@ -203,7 +214,7 @@ class LoraSlot:
         if module not in self._layers or attribute != "weight" or not is_matrix or region.strides[0] != inputs:
             raise SyncError(
                 f"the engine has no place for the adapter of {update.layer}, whose weight is in {region.parameter}; "
-                "set engine.adapter=merge"
+                f"{MERGE}"
             )
         rows, columns = region.size
         row, column = divmod(region.offset, inputs)
@@ -242,7 +253,7 @@ class LoraSlot:
             start += size
         raise SyncError(
             f"the parts of the engine's {module} divide a weight that was sent as one, so that its adapter cannot be "
-            "proven; set engine.adapter=merge"
+            f"proven; {MERGE}"
         )
 
     def require_nothing_else(self) -> None:

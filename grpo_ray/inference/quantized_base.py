@@ -4,9 +4,9 @@ The learner quantizes the policy when it loads it (`models/quantized.py`). The s
 in the format "pack-quantized" of compressed-tensors, from which vLLM starts: it has kernels for weights of four bits
 and activations of 16, and repacks the codes for them. Only the adapter is sent afterwards, as a LoRA request.
 
-Repacked codes cannot be compared with the learner's by checksums. In their place the engine's layers are compared by
-their products with random inputs, once when the engine has started; a layer with other weights, or with those of
-another layer, differs by far more than rounding. Weights that are not quantized are compared bit for bit.
+Repacked codes cannot be compared with the learner's by checksums. In their place each proof compares the engine's
+layers by their products with random inputs: a layer with other weights, or with those of another layer, differs by far
+more than rounding. Weights that are not quantized are compared bit for bit.
 """
 
 import json
@@ -40,33 +40,27 @@ def write_compressed_policy(model: torch.nn.Module, tokenizer: Any, folder: Path
     policy = base_model(model)
     folder.mkdir(parents=True)
     policy.config.save_pretrained(folder)
-    policy.generation_config.save_pretrained(folder)
+    # Not by its own `save_pretrained`, which refuses values that the files of some policies have.
+    (folder / "generation_config.json").write_text(policy.generation_config.to_json_string(), encoding="utf-8")
     tokenizer.save_pretrained(folder)
     file = folder / "config.json"
     settings = json.loads(file.read_text(encoding="utf-8"))
-    settings["quantization_config"] = compression(policy)
+    settings["quantization_config"] = compression(model)
     file.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in _compressed(model)}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def compression(policy: Any) -> dict[str, Any]:
-    """Return the section `quantization_config` of a policy's config."""
-    linear = {name: module for name, module in policy.named_modules() if isinstance(module, torch.nn.Linear)}
-    plain = [name for name, module in linear.items() if not isinstance(module, QuantizedLinear)]
+def compression(model: torch.nn.Module) -> dict[str, Any]:
+    """Return the section `quantization_config` of a policy's config. Layers that it does not name are plain."""
     weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": BLOCK}
     return {
         "quant_method": "compressed-tensors",
         "format": "pack-quantized",
         "quantization_status": "compressed",
-        "ignore": sorted({"lm_head", *(name for name in plain if not _is_of_adapter(name))}),
-        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+        "ignore": ["lm_head"],
+        "config_groups": {"group_0": {"targets": sorted(_plain_names(model)), "weights": weights}},
     }
-
-
-def _is_of_adapter(name: str) -> bool:
-    """Return whether a layer was added by PEFT."""
-    return ".lora_" in name
 
 
 def _compressed(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -159,13 +153,29 @@ def require_same_base(model: torch.nn.Module, engine: torch.nn.Module) -> None:
                 f"the engine does not hold the learner's weights: products of {module} differ by a part of "
                 f"{float(difference):.2g}"
             )
-    own = dict(engine.named_parameters())
     for name, parameter, frozen in frozen_parameters(model):
-        if isinstance(frozen, QuantizedLinear) or name not in own:
+        if isinstance(frozen, QuantizedLinear) and parameter is frozen.codes:
             continue
-        unpadded = own[name][tuple(slice(size) for size in parameter.shape)]  # vLLM pads the vocabulary
-        if not torch.equal(parameter, unpadded):
+        stored = _stored(name, engine)
+        if stored is None:
+            raise SyncError(f"the engine does not hold the learner's weights: {name} never reached it")
+        unpadded = stored[tuple(slice(size) for size in parameter.shape)]  # vLLM pads the vocabulary
+        if not torch.equal(parameter, unpadded.to(parameter.dtype)):
             raise SyncError(f"the engine does not hold the learner's weights: {name} differs")
+
+
+def _stored(name: str, engine: torch.nn.Module) -> torch.Tensor | None:
+    """Return the part of the engine's parameters that holds a weight, or None."""
+    own = dict(engine.named_parameters())
+    if name in own:
+        return own[name]
+    layer, _, attribute = name.rpartition(".")
+    parent, _, part = layer.rpartition(".")
+    for fused, parts in FUSED.items():
+        if part in parts and (stored := own.get(f"{parent}.{fused}.{attribute}")) is not None:
+            sizes = output_slices(engine.get_submodule(f"{parent}.{fused}"))
+            return stored.split(sizes)[parts.index(part)]
+    return None
 
 
 def engine_layers(engine: torch.nn.Module) -> dict[str, Any]:

@@ -224,6 +224,15 @@ def frozen_parameters(model: PeftModel) -> Iterator[tuple[str, torch.nn.Paramete
                 yield f"{name}.{attribute}".lstrip("."), parameter, module
 
 
+def adapted_linear_layers(policy: torch.nn.Module) -> dict[str, int]:
+    """Return the linear layers of a policy that have an adapter: name -> number of inputs and outputs."""
+    layers = {}
+    for name, module in policy.named_modules():
+        if isinstance(module, BaseTunerLayer) and isinstance(layer := module.get_base_layer(), torch.nn.Linear):
+            layers[name] = layer.in_features + layer.out_features
+    return layers
+
+
 def require_plain_lora(model: torch.nn.Module) -> dict[str, int]:
     """Require an adapter whose updates are the products of `lora_updates`, and return the rank of each layer, by name.
 
@@ -238,7 +247,8 @@ def require_plain_lora(model: torch.nn.Module) -> dict[str, int]:
         if not plain or any(each in module.lora_variant or module.lora_bias[each] for each in module.active_adapters):
             raise ConfigError(
                 f"engine.adapter=request: {name} has an adapter that vLLM does not apply in its forward pass, which "
-                "takes LoRA on linear layers; leave the layer out, or set engine.adapter=merge"
+                "takes LoRA on linear layers; leave the layer out, or set engine.adapter=merge, without "
+                "model.quantization=int4 and model.share_base"
             )
         (adapter,) = module.active_adapters
         ranks[name] = int(module.r[adapter])

@@ -58,7 +58,7 @@ thumb. Two runs on an H100 used what was estimated, within 2 % (docs/gpu-memory.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -114,6 +114,8 @@ ASSUMED_PROMPT = 2048
 REWARD_MODEL_TOKENS = 16_384
 """Most tokens of a reward model's forward pass, padding included, unless a single text is longer."""
 
+LEAST_QUANTIZED = 0.9
+"""Least part of a policy's weights without embeddings that `model.quantization=int4` quantizes."""
 QUANTIZED_BYTES = {"nf4": 0.5 + 4 / 64, "int4": 0.5 + 2 / 64}
 """Bytes of a weight in four bits, with its part of a scale (`models/quantized.py`)."""
 
@@ -142,6 +144,8 @@ class ModelShape:
     """Longest sequence that the model supports, in tokens."""
     adapter_parameters: int | None = None
     """Parameters of the adapter that is trained; None: there is none, or it was not counted."""
+    adapter_sizes: int | None = None
+    """Inputs and outputs of all layers with LoRA together; None: there are none, or they were not counted."""
     quantized_parameters: int = 0
     """Parameters of the layers that the learner keeps in four bits (model.quantization)."""
 
@@ -582,7 +586,7 @@ def estimate_memory(
         kept_activations=passes.kept,
         working_memory=passes.working,
         weight_sync=_weight_sync(config, shape),
-        engine_weights=_engine_weights(config, shape) // tensor_parallel + _adapter_slot(config, trained),
+        engine_weights=_engine_weights(config, shape) // tensor_parallel + _adapter_slot(config, shape, trained),
         engine_activations=_engine_activations(config, shape, completions * tensor_parallel, tensor_parallel),
         cuda_graphs=0 if config.engine.vllm.get("enforce_eager") else CUDA_GRAPHS,
         kv_cache=kv_cache_per_sequence * completions * tensor_parallel,
@@ -759,13 +763,14 @@ def _engine_weights(config: Config, shape: ModelShape) -> int:
     return plain + int(QUANTIZED_BYTES["int4"] * shape.quantized_parameters)
 
 
-def _adapter_slot(config: Config, trained: int) -> int:
+def _adapter_slot(config: Config, shape: ModelShape, trained: int) -> int:
     """Return the engine's memory for an adapter that requests name, in bytes: its matrices, at the rank of a slot."""
     adapter = config.model.adapter
     if not adapter or config.adapter_sync != "request":
         return 0
     slot = next(each for each in REQUEST_RANKS if each >= largest_rank(adapter))
-    return BYTES_PER_NUMBER[config.dtype] * trained * slot // _rank(adapter)
+    sizes = trained // _rank(adapter) if shape.adapter_sizes is None else shape.adapter_sizes
+    return BYTES_PER_NUMBER[config.dtype] * slot * sizes
 
 
 def _engine_activations(config: Config, shape: ModelShape, requests: int, tensor_parallel: int) -> int:
@@ -840,14 +845,36 @@ def policy_shape(config: Config, path: str) -> ModelShape:
     adapter = config.model.adapter
     if adapter is None:
         return shape
-    from grpo_ray.models.adapters import try_adapter
+    from grpo_ray.models.adapters import adapted_linear_layers, try_adapter
     from grpo_ray.models.quantized import kept_modules, quantizable_layers
 
-    if config.model.quantization:
-        names = quantizable_layers(model, kept_modules(adapter))
-        shape = replace(shape, quantized_parameters=sum(model.get_submodule(name).weight.numel() for name in names))
+    names = quantizable_layers(model, kept_modules(adapter)) if config.model.quantization else []
+    shape = replace(shape, quantized_parameters=sum(model.get_submodule(name).weight.numel() for name in names))
     requested = config.adapter_sync == "request"
-    return replace(shape, adapter_parameters=try_adapter(model, adapter, requested=requested))
+    shape = replace(shape, adapter_parameters=try_adapter(model, adapter, requested=requested))
+    layers = adapted_linear_layers(model)
+    if config.model.quantization == "int4":
+        _require_int4(shape, sorted(layers.keys() - set(names)))
+    return replace(shape, adapter_sizes=sum(layers.values())) if requested else shape
+
+
+def _require_int4(shape: ModelShape, plain: Sequence[str]) -> None:
+    """Require a policy that int4 is for: linear layers in four bits, and the adapter on these. Raises ConfigError.
+
+    Args:
+        plain: names of layers with an adapter that stay in 16 bits.
+    """
+    if plain:
+        raise ConfigError(
+            f"model.quantization=int4 does not go with an adapter on {plain[0]}, which stays in 16 bits, as its inputs "
+            "are no multiple of 64; leave the layer out of target_modules, or set model.quantization=nf4"
+        )
+    others = shape.parameters - shape.embedding_parameters
+    if shape.quantized_parameters < LEAST_QUANTIZED * others:
+        raise ConfigError(
+            f"model.quantization=int4: only {shape.quantized_parameters / others:.0%} of the policy's weights are in "
+            "linear layers that can be quantized, as in a mixture of experts; set model.quantization=null"
+        )
 
 
 def reward_model_shape(path: str, trust_remote_code: bool = False) -> ModelShape:

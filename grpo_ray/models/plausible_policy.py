@@ -25,7 +25,13 @@ LARGEST_CONTEXT = 1 << 30
 """Largest context in tokens, since engines allocate tables of this size."""
 MAX_ENTRIES = 100_000
 """Maximum number of entries of a list in a config."""
-CONFIGS = ("config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json")
+CONFIGS = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "quantization.json",
+)
 TEXTS = (
     *CONFIGS,
     "adapter_config.json",

@@ -176,7 +176,8 @@ def quantize_policy(policy: Any, method: str, kept: Sequence[str] = ()) -> None:
     Args:
         policy: a causal language model of transformers.
         method: a key of QUANTIZERS.
-        kept: names of modules that stay as they are, whole or their last parts, such as those trained as a whole.
+        kept: names of modules that stay as they are with all layers in them, whole or parts of names, such as modules
+            that are trained as a whole.
 
     Raises:
         ConfigError: the policy has no linear layer that can be quantized.
@@ -204,7 +205,7 @@ def quantizable_layers(policy: Any, kept: Sequence[str] = ()) -> list[str]:
         if type(module) is torch.nn.Linear
         and module is not output
         and module.in_features % BLOCK == 0
-        and not any(name == each or name.endswith(f".{each}") for each in kept)
+        and not any(f".{each}." in f".{name}." for each in kept)
     ]
     if not names:
         raise ConfigError(
@@ -263,7 +264,7 @@ def read_quantization(folder: str | Path) -> Quantization | None:
         found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
-    except ValueError:
+    except (ValueError, RecursionError):
         found = None
     known = [asdict(Quantization(method, dtype)) for method in QUANTIZERS for dtype in BYTES_PER_NUMBER]
     if found not in known:

@@ -1649,8 +1649,8 @@ FAULTS = (
     Fault(
         "trained-module-replaced-by-the-frozen-one",
         "models/adapters.py",
-        "yield name, _unsharded(weight), originals[name]\n    else:",
-        "yield name, originals[name], originals[name]\n    else:",
+        "yield name, _unsharded(weight), originals[name]\n    elif",
+        "yield name, originals[name], originals[name]\n    elif",
     ),
     Fault(
         "norms-trained-in-16-bits",
@@ -1697,8 +1697,8 @@ FAULTS = (
     Fault(
         "adapter-added-to-rounded-weights",
         "models/adapter_folders.py",
-        'precision = "auto" if policy is not None or dtype is None else dtype',
-        'precision = "auto" if dtype is None else dtype',
+        '"auto" if policy is not None or dtype is None else dtype',
+        '"auto" if dtype is None else dtype',
     ),
     Fault(
         "arithmetic-trains-on-heldout-tasks",

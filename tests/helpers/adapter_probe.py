@@ -115,6 +115,7 @@ def observe_int4(policy: str) -> tuple[Observation, dict[str, str]]:
         ),
         "scales": lambda: layers[f"{attention}.v_proj"].scales.data.mul_(-1),
         "norm": lambda: block.input_layernorm.weight.data.neg_(),
+        "bias": lambda: layers[f"{attention}.v_proj"].bias.data.neg_(),
     }
     errors = {}
     for name, change in faults.items():

@@ -110,6 +110,7 @@ def test_engine_reads_the_learners_base_in_four_bits(cluster: None, policy: Path
         "of another layer": "products of model.layers.0.self_attn.o_proj differ by a part of",
         "scales": "products of model.layers.1.self_attn.qkv_proj differ by a part of",
         "norm": "model.layers.1.input_layernorm.weight differs",
+        "bias": "model.layers.1.self_attn.v_proj.bias differs",
     }
     assert faults.keys() == expected.keys()
     for fault, message in expected.items():

@@ -7,13 +7,16 @@ from typing import Any
 import pytest
 import torch
 from adapters import SMALL, VARIANTS, adapted, is_tied, load, logps, move, settings_of, state, tried
+from safetensors.torch import load_file
 
 from grpo_ray.config.loader import load_config
 from grpo_ray.config.peft_fields import MOVES_THE_BASE, NOT_QUANTIZED
 from grpo_ray.errors import CheckpointError, ConfigError
+from grpo_ray.inference.quantized_base import write_compressed_policy
 from grpo_ray.inference.weight_proof import learner_weights
 from grpo_ray.models import quantized
-from grpo_ray.models.adapters import merged_weights
+from grpo_ray.models.adapters import frozen_weights, merged_weights
+from grpo_ray.models.memory import policy_shape
 from grpo_ray.models.quantized import (
     QUANTIZATION,
     QUANTIZERS,
@@ -28,6 +31,7 @@ from grpo_ray.models.quantized import (
     require_quantizer,
     round_policy,
 )
+from grpo_ray.models.tokenizer import load_tokenizer
 
 METHODS = sorted(QUANTIZERS)
 
@@ -115,6 +119,8 @@ def test_modules_that_are_trained_as_a_whole_are_not_quantized(policy: Path) -> 
     adapter = {"type": "LORA", "target_modules": ["q_proj"], "modules_to_save": ["v_proj"]}
     names = quantizable_layers(load(policy), kept_modules(adapter))
     assert names and not any(name.endswith("v_proj") for name in names)
+    inner = quantizable_layers(load(policy), ["layers.1.mlp", "self_attn"])
+    assert inner == [f"model.layers.0.mlp.{name}" for name in ("gate_proj", "up_proj", "down_proj")]
 
 
 def test_layer_with_a_part_of_a_block_is_not_quantized() -> None:
@@ -189,6 +195,7 @@ def test_checkpoint_without_quantization_has_no_file(tmp_path: Path) -> None:
         "",
         "[]",
         "{",
+        "[" * 100_000,
         '{"method": "nf4"}',
         '{"method": "os:system", "dtype": "float32"}',
         '{"method": "nf4", "dtype": 1}',
@@ -200,6 +207,61 @@ def test_damaged_file_is_refused(tmp_path: Path, content: str) -> None:
         read_quantization(tmp_path)
     (tmp_path / QUANTIZATION).write_text(json.dumps({"method": "nf4", "dtype": "float32"}))
     assert read_quantization(tmp_path) == Quantization("nf4", "float32")
+
+
+def qwen_folder(folder: Path, **sizes: int) -> str:
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    plain = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}
+    Qwen2ForCausalLM(Qwen2Config(num_hidden_layers=1, vocab_size=32, **(plain | sizes))).save_pretrained(folder)
+    return str(folder)
+
+
+INT4 = ["model.quantization=int4", "model.dtype=bfloat16"]
+
+
+def test_int4_refuses_an_adapter_on_a_layer_that_stays_plain(tmp_path: Path) -> None:
+    folder = qwen_folder(tmp_path, intermediate_size=96)
+    with pytest.raises(ConfigError, match=r"an adapter on model\.layers\.0\.mlp\.down_proj, which stays in 16 bits"):
+        policy_shape(load_config(None, [*INT4, "model.lora={}"]), folder)
+
+
+def test_slot_of_requests_is_counted_by_layer(tmp_path: Path) -> None:
+    folder = qwen_folder(tmp_path)
+    shape = policy_shape(load_config(None, [*INT4, "model.lora={target_modules: [q_proj, down_proj]}"]), folder)
+    assert shape.adapter_sizes == 64 + 64 + 128 + 64
+    assert policy_shape(load_config(None, ["model.lora={}"]), folder).adapter_sizes is None
+
+
+def test_int4_refuses_a_mixture_of_experts(tmp_path: Path) -> None:
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    sizes = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 1}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    Qwen3MoeForCausalLM(Qwen3MoeConfig(vocab_size=32, head_dim=32, **sizes, **experts)).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"only \d+% of the policy's weights .* as in a mixture of experts"):
+        policy_shape(load_config(None, [*INT4, "model.lora={target_modules: [q_proj, v_proj]}"]), str(tmp_path))
+
+
+def test_written_policy_is_read_by_another_library(policy: Path, tmp_path: Path) -> None:
+    """compressed-tensors decompresses the folder from which vLLM starts into the weights that are trained."""
+    from compressed_tensors.compressors.pack_quantized.base import PackedQuantizationCompressor
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+
+    model = adapted(quantized_policy(policy, "int4", "LORA", "bfloat16"), "LORA")
+    write_compressed_policy(model, load_tokenizer(str(policy)), tmp_path / "int4")
+    settings = json.loads((tmp_path / "int4" / "config.json").read_text())["quantization_config"]
+    (group,) = settings["config_groups"].values()
+    assert len(group["targets"]) == 14 and "model.layers.1.mlp.up_proj" in group["targets"]
+    tensors = load_file(tmp_path / "int4" / "model.safetensors")
+    expected = dict(frozen_weights(model))
+    stored = {name.removesuffix("_packed") for name in tensors if not name.endswith(("_scale", "_shape"))}
+    assert stored == expected.keys()
+    scheme = QuantizationScheme(targets=group["targets"], weights=QuantizationArgs(**group["weights"]))
+    for name in group["targets"]:
+        parts = {f"weight_{part}": tensors[f"{name}.weight_{part}"] for part in ("packed", "scale", "shape")}
+        read = PackedQuantizationCompressor.decompress(parts, scheme)["weight"]
+        assert torch.equal(read, expected[f"{name}.weight"]), name
 
 
 def test_installed_package_warns_of_nothing() -> None:
