@@ -158,6 +158,15 @@ def test_eval_passes_an_argument_to_the_engine_only_with_the_users_flag(name: st
     assert trusted["engine"]["vllm"] == {name: "evil.module.Class"}
 
 
+@pytest.mark.parametrize("form", ["model.quantization=int4", "model.share_base=true", "engine.adapter=request"])
+@pytest.mark.parametrize("trusts_engine", [False, True])
+def test_eval_merges_an_adapter_that_the_run_kept_apart(form: str, trusts_engine: bool) -> None:
+    recorded = load_config(None, ["model.lora={}", "model.dtype=bfloat16", form]).to_dict()
+    taken = evaluation_settings(recorded, data_is_given=False, trusts_tools=False, trusts_engine=trusts_engine)
+    config = from_mapping(taken)
+    assert config.model.adapter is None and config.model.quantization is None and config.adapter_sync == "merge"
+
+
 @pytest.mark.parametrize("value", ["evil.module.Class", "/etc/passwd", {"a": 1}, ["x"], "http://h", "", "-a", "a" * 33])
 @pytest.mark.parametrize("name", sorted(HARMLESS_ARGUMENTS))
 def test_eval_takes_numbers_and_names_of_types_for_the_engine(name: str, value: Any) -> None:

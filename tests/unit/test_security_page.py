@@ -74,7 +74,10 @@ TESTS: Mapping[str, tuple[str, ...]] = {
         f"{FOLDER}::test_recorded_config_with_more_than_data_raises",
         f"{FOLDER}::test_recorded_config_alias_bomb_ends_at_once",
     ),
-    "folder-adapter": ("integration/test_security.py::test_adapter_config_with_other_fields_is_refused",),
+    "folder-adapter": (
+        "integration/test_security.py::test_adapter_config_with_other_fields_is_refused",
+        "unit/models/test_quantized.py::test_damaged_file_is_refused",
+    ),
     "folder-paths": (
         f"{FOLDER}::test_manifest_paths_outside_the_checkpoint_are_not_read",
         f"{FOLDERS}::test_manifest_of_a_checkpoint_names_every_file",
