@@ -445,7 +445,7 @@ def test_gpu_tests_dry_run_passes(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_gpu_tests_dry_run_of_whole_runs_passes(tmp_path: Path) -> None:
-    files = ("test_run.py", "test_resume.py")
+    files = ("test_run.py", "test_resume.py", "test_adapters.py")
     text = output_of("tests/gpu/run.py", "--dry", "--folder", str(tmp_path), "--only", *files)
     assert "1 of 1 passed" in text
-    assert re.findall(r"(\d+) passed", (tmp_path / "runs.log").read_text()) == ["3"]  # no test is skipped
+    assert re.findall(r"(\d+) passed", (tmp_path / "runs.log").read_text()) == ["9"]  # no test is skipped

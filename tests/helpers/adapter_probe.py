@@ -230,9 +230,8 @@ class Probe:
 
         for _, layer in quantized_layers(self.model):
             return layer.codes.data
-        return next(
-            each.data for name, each in self.model.named_parameters() if "up_proj" in name and not each.requires_grad
-        )
+        base = ("up_proj.weight", "up_proj.base_layer.weight")  # not the frozen numbers of some types of adapters
+        return next(each.data for name, each in self.model.named_parameters() if name.endswith(base))
 
     def sample(self) -> Any:
         from sampled import sample

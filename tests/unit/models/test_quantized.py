@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from adapters import SMALL, VARIANTS, adapted, is_tied, load, logps, move, settings_of, state, tried
+from adapters import SMALL, VARIANTS, adapted, is_tied, load, logps, move, settings_of, state
 from safetensors.torch import load_file
 
 from grpo_ray.config.loader import load_config
@@ -142,13 +142,15 @@ def test_rounded_policy_equals_the_quantized_one(policy: Path, method: str) -> N
     assert torch.equal(logps(plain), logps(four_bits))
 
 
-MERGED = [name for name in (*SMALL, *VARIANTS) if name not in NOT_QUANTIZED and name not in ("PiSSA", "OLoRA")]
+QUICK = ("LORA", "OFT", "DoRA", "norms", "some layers")
+"""Tried in each run of the tests."""
+IN_FOUR_BITS = [name for name in (*SMALL, *VARIANTS) if name not in (*NOT_QUANTIZED, "PiSSA", "OLoRA")]
 
 
-@tried(("LORA", "OFT", "DoRA", "norms", "some layers"), pytest.mark.long)
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.long) for name in IN_FOUR_BITS]
+)
 def test_merged_adapter_computes_as_the_adapted_policy(policy: Path, name: str) -> None:
-    if name not in MERGED:
-        pytest.skip("is refused with model.quantization")
     model = adapted(quantized_policy(policy, "nf4", name), name)
     move(model)
     before = {each: tensor.clone() for each, tensor in state(model).items()}
