@@ -130,15 +130,11 @@ class Engine(VLLMGeneration):
         lora: dict[str, Any] = {}
         if self.config.adapter_sync == "request":
             lora = lora_arguments(require_plain_lora(self.model))
-        path = self.model.name_or_path
         with (
             repackable_layers() as self._repackable_layers,
             named_shared_memory(token),
-            tempfile.TemporaryDirectory(dir=self._folder) as scratch,
+            self._policy_files() as path,
         ):
-            if self._shares_four_bits:
-                path = str(Path(scratch, "int4"))
-                write_compressed_policy(self._adapted, self.processing_class, Path(path))
             self.llm = LLM(
                 **llm_arguments(path, self.config, max_num_seqs=self.max_num_seqs),
                 **lora,
@@ -168,6 +164,18 @@ class Engine(VLLMGeneration):
         self._llm_weights_sleeping = self.enable_sleep_mode
         self.accelerator.wait_for_everyone()
         unlink_shared_memory(token)  # every worker has joined it
+
+    @contextmanager
+    def _policy_files(self) -> Iterator[str]:
+        """Yield the folder or hub id from which vLLM loads the policy; with int4 that of the learner's codes."""
+        if not self._shares_four_bits:
+            yield self.model.name_or_path
+            return
+        self._folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=self._folder) as scratch:
+            folder = Path(scratch, "int4")
+            write_compressed_policy(self._adapted, self.processing_class, folder)
+            yield str(folder)
 
     def _join_tensor_parallel_group(self, token: str) -> str:
         """Create the process group of the workers that share an engine; return the first worker's token."""
