@@ -213,6 +213,10 @@ TESTS: dict[str, TestFiles] = {
     "inference/engine.py": TestFiles(
         integration=("inference/test_engine.py", "inference/test_weight_proof.py", *RUNS, "models/test_lora.py")
     ),
+    "inference/quantized_base.py": TestFiles(
+        unit=("models/test_quantized.py",), integration=("inference/test_adapters.py",)
+    ),
+    "models/quantized.py": TestFiles(unit=("models/test_quantized.py", "models/test_memory_trace.py")),
     "inference/lora_requests.py": TestFiles(
         integration=("inference/test_adapters.py", "inference/test_vllm_internals.py")
     ),
@@ -990,6 +994,44 @@ FAULTS = (
         "inference/engine.py",
         "weights, parameters = self._iter_named_params(), self._parameters()",
         'weights, parameters = ((n, w) for n, w in self._iter_named_params() if "norm" not in n), self._parameters()',
+    ),
+    Fault(
+        "codes-of-int4-in-the-other-order",
+        "models/quantized.py",
+        "torch.stack((pairs & 15, pairs >> 4), dim=-1)",
+        "torch.stack((pairs >> 4, pairs & 15), dim=-1)",
+    ),
+    Fault(
+        "rows-of-nf4-divide-blocks",
+        "models/quantized.py",
+        "quantize_4bit(weight.reshape(-1, BLOCK), blocksize=BLOCK",
+        "quantize_4bit(weight.flatten()[1:], blocksize=BLOCK",
+    ),
+    Fault(
+        "saved-modules-are-quantized",
+        "models/quantized.py",
+        'and not any(f".{each}." in f".{name}." for each in kept)',
+        "",
+    ),
+    Fault(
+        "exported-adapter-on-the-unquantized-policy",
+        "models/adapter_folders.py",
+        "round_policy(model, base.method, adapter.modules_to_save or ())",
+        "pass",
+        unit=("models/test_quantized.py",),
+    ),
+    Fault(
+        "base-in-four-bits-not-compared",
+        "inference/quantized_base.py",
+        "if not difference < TOLERANCE:",
+        "if difference > 100:",
+    ),
+    Fault(
+        "shared-weights-may-change",
+        "inference/weight_proof.py",
+        "self._constant = names",
+        "self._constant = frozenset()",
+        integration=("inference/test_adapters.py",),
     ),
     Fault(
         "requests-without-their-adapter",

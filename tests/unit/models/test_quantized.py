@@ -15,6 +15,7 @@ from grpo_ray.errors import CheckpointError, ConfigError
 from grpo_ray.inference.quantized_base import write_compressed_policy
 from grpo_ray.inference.weight_proof import learner_weights
 from grpo_ray.models import quantized
+from grpo_ray.models.adapter_folders import write_policy
 from grpo_ray.models.adapters import frozen_weights, merged_weights
 from grpo_ray.models.memory import policy_shape
 from grpo_ray.models.quantized import (
@@ -164,6 +165,23 @@ def test_merged_adapter_computes_as_the_adapted_policy(policy: Path, name: str) 
     expected = logps(model)
     plain.load_state_dict(sent, strict=False)
     assert float((logps(plain) - expected).abs().mean()) < 1e-5
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_exported_adapter_has_the_dequantized_policy(policy: Path, tmp_path: Path, method: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    checkpoint, target = tmp_path / "checkpoint", tmp_path / "exported"
+    model = adapted(quantized_policy(policy, method, "LORA", "bfloat16"), "LORA")
+    move(model)
+    model.save_pretrained(checkpoint)
+    load_tokenizer(str(policy)).save_pretrained(checkpoint)
+    record_quantization(checkpoint, Quantization(method, "bfloat16"))
+    write_policy(str(checkpoint), str(policy), target, "float32")
+    exported = AutoModelForCausalLM.from_pretrained(target).state_dict()
+    trained = dict(merged_weights(model))
+    assert trained.keys() == exported.keys() - {"lm_head.weight"}
+    assert all(torch.equal(exported[name], weight.float()) for name, weight in trained.items())
 
 
 def test_refused_types_would_fail_or_train_another_policy(policy: Path) -> None:
