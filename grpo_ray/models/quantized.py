@@ -2,8 +2,9 @@
 
 A frozen weight is stored as codes of four bits with a scale for each block of weights. Each pass dequantizes it, layer
 by layer, so the policy that is trained is the *dequantized* one: engine, export and evaluation take the same weights.
-Weights are quantized on the CPU, since the kernels of a GPU may round a few of them to the next code; so every machine,
-and each attempt of a run, gets the same policy from the same files.
+An export adds the adapter to them and rounds the sum to 16 bits, as the engine does with nf4; with int4 the engine
+computes both apart. Weights are quantized on the CPU, since the kernels of a GPU may round a few of them to the next
+code; so every machine, and each attempt of a run, gets the same policy from the same files.
 
 The output layer, embeddings, norms and biases keep their precision. The layer below is a `torch.nn.Linear` whose
 `weight` is computed when it is read, so PEFT treats it as any linear layer. Layers of bitsandbytes are not used: PEFT
@@ -40,7 +41,7 @@ class Quantizer:
     """Returns codes and scales of a weight, (outputs, inputs) in floating point, whose inputs are a multiple of BLOCK.
     """
     dequantize: Callable[[torch.Tensor, torch.Tensor, torch.dtype], torch.Tensor]
-    """Returns the weights of codes and scales in one dimension, in a precision."""
+    """Returns the weight of codes and scales in a precision, contiguous, in any shape."""
 
 
 class QuantizedLinear(torch.nn.Linear):
