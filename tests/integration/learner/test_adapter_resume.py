@@ -41,14 +41,14 @@ def test_resumed_adapter_ends_with_the_same_weights(tmp_path: Path, name: str) -
 @pytest.mark.parametrize("method", sorted(QUANTIZERS))
 def test_resumed_adapter_of_a_policy_in_four_bits_ends_with_the_same_weights(tmp_path: Path, method: str) -> None:
     class FourBitLearner(AdapterLearner):
-        overrides = (*AdapterLearner.overrides, f"model.quantization={method}")
+        overrides = (*AdapterLearner.overrides, f"model.quantization={method}", "model.dtype=bfloat16")
 
     make_model = partial(narrow_llama, "LORA", partial(quantize_policy, method=method))
     resume_and_compare(tmp_path, FourBitLearner, make_model)
     checkpoint = str(tmp_path / "checkpoint-2")
-    assert read_quantization(checkpoint) == Quantization(method, "float32")
+    assert read_quantization(checkpoint) == Quantization(method, "bfloat16")
     with pytest.raises(
-        CheckpointError, match=f"belongs to a policy in {method} of float32, and the config names a pol"
+        CheckpointError, match=f"belongs to a policy in {method} of bfloat16, and the config names a pol"
     ):
         check_checkpoint_kind(checkpoint, load_config(None, AdapterLearner.overrides))
 
