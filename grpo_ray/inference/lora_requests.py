@@ -210,8 +210,8 @@ class LoraSlot:
         """Add the places of an update's matrices that belong to a region of its layer's weight."""
         module, _, attribute = region.parameter.rpartition(".")
         rank, inputs = update.first.shape
-        is_matrix = len(region.size) == 2 and region.strides[1] == 1 and region.stored_strides[1] == 1
-        if module not in self._layers or attribute != "weight" or not is_matrix or region.strides[0] != inputs:
+        has_rows = len(region.size) == 2 and region.strides[1] == 1 and region.stored_strides[1] == 1
+        if module not in self._layers or attribute != "weight" or not has_rows or region.strides[0] != inputs:
             raise SyncError(
                 f"the engine has no place for the adapter of {update.layer}, whose weight is in {region.parameter}; "
                 f"{MERGE}"

@@ -153,10 +153,11 @@ def require_same_base(model: torch.nn.Module, engine: torch.nn.Module) -> None:
                 f"the engine does not hold the learner's weights: products of {module} differ by a part of "
                 f"{float(difference):.2g}"
             )
+    own = dict(engine.named_parameters())
     for name, parameter, frozen in frozen_parameters(model):
         if isinstance(frozen, QuantizedLinear) and parameter is frozen.codes:
             continue
-        stored = _stored(name, engine)
+        stored = _stored(name, own, engine)
         if stored is None:
             raise SyncError(f"the engine does not hold the learner's weights: {name} never reached it")
         unpadded = stored[tuple(slice(size) for size in parameter.shape)]  # vLLM pads the vocabulary
@@ -164,9 +165,8 @@ def require_same_base(model: torch.nn.Module, engine: torch.nn.Module) -> None:
             raise SyncError(f"the engine does not hold the learner's weights: {name} differs")
 
 
-def _stored(name: str, engine: torch.nn.Module) -> torch.Tensor | None:
-    """Return the part of the engine's parameters that holds a weight, or None."""
-    own = dict(engine.named_parameters())
+def _stored(name: str, own: Mapping[str, torch.Tensor], engine: torch.nn.Module) -> torch.Tensor | None:
+    """Return the part of the engine's own parameters that holds a weight, or None."""
     if name in own:
         return own[name]
     layer, _, attribute = name.rpartition(".")
