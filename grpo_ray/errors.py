@@ -45,6 +45,10 @@ class SyncError(GrpoRayError, RuntimeError):
     """Engine and learner disagree on log-probabilities after a weight sync (proven weight sync): stale weights."""
 
 
+class EngineError(GrpoRayError, RuntimeError):
+    """Dedicated engines cannot be started, or die on the same completions again."""
+
+
 class CheckpointError(GrpoRayError, OSError):
     """A checkpoint is missing or incomplete."""
 

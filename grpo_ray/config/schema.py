@@ -538,12 +538,21 @@ Measured with the embedded policy in float32 and the right weights: 4e-7."""
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """Colocated vLLM engine of each worker."""
+    """vLLM engines: one in each worker, or dedicated ones on their own GPUs."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
-    gpu_memory_utilization: Fraction = 0.3
-    """Fraction of one GPU's memory reserved for the engine. Without GPUs it has no effect; see `cpu_cache_gib`."""
+    placement: Literal["colocated", "dedicated"] = "colocated"
+    """Place of the engines. "colocated": in each worker, on its GPU. "dedicated": in processes and on GPUs of their
+    own, `replicas` x `tensor_parallel_size` of them beside those of the workers (see dedicated-engines.md)."""
+    replicas: PositiveInt | tuple[PositiveInt, PositiveInt] = 1
+    """Number of dedicated engines. [least, most]: elastic; the run begins with the least, and engines join and leave as
+    nodes do. The completions do not depend on it."""
+    tensor_parallel_size: PositiveInt = 1
+    """GPUs that each dedicated engine spans, on one node. Colocated engines: see `grpo.vllm_tensor_parallel_size`."""
+    gpu_memory_utilization: Fraction | None = None
+    """Fraction of one GPU's memory reserved for the engine. Without GPUs it has no effect; see `cpu_cache_gib`. null
+    (derived): 0.3 for a colocated engine, 0.9 for a dedicated one."""
     cpu_cache_gib: PositiveInt = 1
     """Size in GiB of each engine's KV cache when it runs on the CPU; an integer, because vLLM requires one."""
     max_model_len: PositiveInt | None = None
@@ -565,6 +574,16 @@ class EngineConfig:
     vllm: Annotated[Mapping[str, Any], AfterValidator(check_vllm_fields)] = field(default_factory=dict)
     """Further arguments of vLLM's engine (`EngineArgs`), for training and evaluation alike, such as {kv_cache_dtype:
     fp8, max_num_batched_tokens: 8192}. {}: off."""
+
+    @property
+    def is_dedicated(self) -> bool:
+        """True if the engines run in processes of their own."""
+        return self.placement == "dedicated"
+
+    @property
+    def replica_range(self) -> tuple[int, int]:
+        """Fewest and most dedicated engines."""
+        return (self.replicas, self.replicas) if isinstance(self.replicas, int) else self.replicas
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -901,8 +920,16 @@ class Config:
 
     @property
     def tensor_parallel_size(self) -> int:
-        """Workers that share an engine (TRL's field)."""
+        """GPUs that an engine spans: those of workers that share it (TRL's field), or those of a dedicated engine."""
+        if self.engine.is_dedicated:
+            return self.engine.tensor_parallel_size
         return int(effective_value(self.grpo.trl, "vllm_tensor_parallel_size"))
+
+    @property
+    def engine_fraction(self) -> float:
+        """Fraction of a GPU's memory that an engine takes while the run trains."""
+        fraction = self.engine.gpu_memory_utilization
+        return (0.9 if self.engine.is_dedicated else 0.3) if fraction is None else fraction
 
     @property
     def adapter_sync(self) -> str:
@@ -929,6 +956,8 @@ class Config:
         plain["run"]["trackers"] = list(plain["run"]["trackers"])
         if not isinstance(self.cluster.num_workers, int):
             plain["cluster"]["num_workers"] = list(self.cluster.num_workers)
+        if not isinstance(self.engine.replicas, int):
+            plain["engine"]["replicas"] = list(self.engine.replicas)
         if self.model.lora and not isinstance(self.model.lora.target_modules, str):
             plain["model"]["lora"]["target_modules"] = list(self.model.lora.target_modules)
         return plain

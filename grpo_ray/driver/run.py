@@ -19,6 +19,7 @@ from ray.train.torch import TorchTrainer
 from grpo_ray.config.schema import Config
 from grpo_ray.driver.cluster.connection import ClusterWatch, start_coordinator, starts_cluster
 from grpo_ray.driver.cluster.warm_start import end_warm_start
+from grpo_ray.driver.engines import running_engines, start_pool
 from grpo_ray.driver.preflight.checks import run_preflight
 from grpo_ray.driver.preflight.run_context import RunContext
 from grpo_ray.driver.run_observers import build_observers
@@ -91,7 +92,9 @@ def prepare(
         resume = find_resume_point(context, indexes)
         begin_launch(context, lease, indexes)
         policy = prepare_policy(context, resume)
-        plan = TrainerPlan(context, indexes, policy, resume, start_coordinator(), faults)
+        coordinator = start_coordinator()
+        pool = start_pool(config, policy.path, coordinator)
+        plan = TrainerPlan(context, indexes, policy, resume, coordinator, pool, faults)
         # The progress line stays open, and the lease is kept, until the run is closed.
         return PreparedRun(plan, launched_at, lease, stack.pop_all(), observers)
 
@@ -230,6 +233,7 @@ class PreparedRun:
                 RunFollower(self.plan.coordinator, self.feed, self.config.grpo.max_steps) as self._follower,
                 self._ends_when_run_or_cluster_is_lost(),
                 self._reward_models(),
+                self._engines(),
             ):
                 result = trainer.fit()
                 self._has_trained = True
@@ -248,6 +252,14 @@ class PreparedRun:
         if self.config.rewards.models:
             self.progress.phase("loading the reward models")
         with running_reward_models(self.config):
+            yield
+
+    @contextmanager
+    def _engines(self) -> Iterator[None]:
+        """Keep the dedicated engines running, if the run has any."""
+        if self.plan.pool is not None:
+            self.progress.phase("reserving the engines")
+        with running_engines(self.plan.pool):
             yield
 
     @contextmanager

@@ -49,6 +49,8 @@ class TrainerPlan:
     resume: ResumePoint
     coordinator: Any
     """Handle of the run's `RunCoordinator` actor."""
+    pool: Any = None
+    """Handle of the run's `EnginePool` actor; None with colocated engines."""
     faults: Sequence[Fault] = ()
     """Faults injected on purpose (`chaos.py`)."""
 
@@ -76,6 +78,7 @@ class TrainerPlan:
             training_ids=ray.put({name: index.ids for name, index in self.indexes.training.items()}),
             last_serial=stored[-1].serial if stored else 0,
             coordinator=self.coordinator,
+            pool=self.pool,
             initial_checkpoint=self.resume.checkpoint if self.resume.is_of_other_run else None,
             versions=versions(),
             faults=self.faults,

@@ -1,12 +1,12 @@
 """Engine requests and their completions, shared by training, held-out measuring and evaluation."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from grpo_ray.config.schema import Config
-from grpo_ray.errors import ConfigError
+from grpo_ray.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from vllm import RequestOutput
@@ -56,6 +56,21 @@ def completion_of(output: "RequestOutput") -> Completion:
         pairs = zip(returned.start_indices, returned.end_indices, strict=True)
         unprocessed = [value for first, end in pairs for value in values[first + 1 : end]]
     return Completion(token_ids, completion.finish_reason == "length", logps, unprocessed)
+
+
+def require_space(prompts: Sequence[Sequence[int]], max_model_len: int) -> None:
+    """Raise DataError if a prompt leaves no space for a completion.
+
+    Args:
+        prompts: (B,) token ids.
+        max_model_len: longest prompt with its completion that the engine takes, tokens.
+    """
+    longest = max(map(len, prompts), default=0)
+    if longest >= max_model_len:
+        raise DataError(
+            f"a prompt has {longest} tokens, but the engine's context of {max_model_len} tokens must hold "
+            "prompt and completion; increase engine.max_model_len or remove such problems"
+        )
 
 
 def training_sampling(config: Config) -> dict[str, Any]:

@@ -24,8 +24,10 @@ them (packed weights of the CPU backend, keys and values of earlier prompts) mus
 The log-probabilities show, within their tolerance, that the engine computes with its parameters.
 """
 
+import hashlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -170,6 +172,8 @@ class WeightProof:
         self._gather_workers = gather_workers
         self._layout: WeightLayout | None = None
         self._loaded_as: dict[str, torch.dtype] = {}
+        self._precision: dict[str, torch.dtype] | None = None
+        """Precision of each weight in the whole engine; None until it is needed."""
         self._sums: dict[str, int] | None = None
         self._constant: frozenset[str] = frozenset()
         self._is_quantized = False
@@ -226,8 +230,8 @@ class WeightProof:
         The CPU backend may later widen a bias for its kernels; the added bits are zeros, not the learner's.
         """
         self._loaded_as = {name: each.dtype for name, each in parameters.items()}
+        self._precision = None
 
-    @torch.no_grad()
     def compare(
         self, weights: Iterable[tuple[str, torch.Tensor]], parameters: Weights, stale_copies: Callable[[], list[str]]
     ) -> None:
@@ -236,14 +240,27 @@ class WeightProof:
         Args:
             weights: the learner's, whole or sharded, under the names under which they are sent.
             parameters: the engine's, by its own names.
+            stale_copies: see `compare_sums`.
+
+        Raises:
+            SyncError: a weight differs, or the engine keeps data of older weights.
+        """
+        learner = learner_sums(weights, self.precision(), self._gather_workers)
+        self.compare_sums(learner, parameters, stale_copies)
+
+    def compare_sums(self, learner: "LearnerSums", parameters: Weights, stale_copies: Callable[[], list[str]]) -> None:
+        """Compare checksums of the learner's weights with the engine's weights.
+
+        Args:
+            learner: computed in the engine's precision (`precision`).
+            parameters: the engine's, by its own names.
             stale_copies: describes the data that the engine keeps besides its parameters. Called if the weights are new
                 to the engine, since all such data was computed with older ones.
 
         Raises:
             SyncError: a weight differs, or the engine keeps data of older weights.
         """
-        engine, precision = self._engine_sums(parameters)
-        own, numels = self._learner_sums(weights, precision)
+        own = learner.sums
         changed = self._sums is None or any(own.get(name) != each for name, each in self._sums.items())
         if moved := [name for name in own if name in self._constant and own[name] != (self._sums or {}).get(name)]:
             raise SyncError(
@@ -251,52 +268,83 @@ class WeightProof:
                 "since the first sync"
             )
         if self._layout is not None:
-            _require_equal(own, numels, engine, self._layout)
+            _require_equal(learner, self._engine_sums(self._layout, parameters), self._layout)
         if changed and (copies := stale_copies()):
             raise SyncError(
                 f"the engine does not hold the learner's weights: after they have changed it still keeps "
                 f"{'; '.join(copies)}"
             )
-        self._sums = own
+        self._sums = dict(own)
 
-    def _engine_sums(self, parameters: Weights) -> tuple[dict[tuple[str, int], int], dict[str, torch.dtype]]:
-        """Return the checksum of each replica of a weight in the engine, and the precision that weights have there."""
+    def precision(self) -> dict[str, torch.dtype]:
+        """Return the precision in which the engine holds each weight; empty if no weight can be compared."""
         if self._layout is None:
-            return {}, {}
+            return {}
+        if self._precision is None:
+            self._precision = {}
+            own = {region.weight: self._loaded_as[region.parameter] for region, _ in self._layout.regions}
+            for each in self._gather_in_group(own):
+                self._precision |= each
+        return self._precision
+
+    @torch.no_grad()
+    def _engine_sums(self, layout: WeightLayout, parameters: Weights) -> dict[tuple[str, int], int]:
+        """Return the checksum of each replica of a weight in the engine."""
         parts: dict[tuple[str, int], torch.Tensor] = {}
-        precision: dict[str, torch.dtype] = {}
-        for region, replica in self._layout.regions:
+        for region, replica in layout.regions:
             key, dtype = (region.weight, replica), self._loaded_as[region.parameter]
             part = weight_sum(region.stored(parameters), region.strides, region.offset, dtype)
             parts[key] = parts[key] + part if key in parts else part
-            precision[region.weight] = dtype
         sums: dict[tuple[str, int], int] = {}
-        for own, theirs in self._gather_in_group((_numbers(parts), precision)):
-            precision |= theirs
+        for own in self._gather_in_group(_numbers(parts)):
             for key, number in own.items():
                 sums[key] = add_sums([sums.get(key, 0), number])
-        return sums, precision
-
-    def _learner_sums(
-        self, weights: Iterable[tuple[str, torch.Tensor]], precision: Mapping[str, torch.dtype]
-    ) -> tuple[dict[str, int], dict[str, int]]:
-        """Return the checksum of each of the learner's weights in a precision, and its number of elements."""
-        sums, numels, sharded = {}, {}, []
-        for name, weight in weights:
-            sums[name], numels[name] = shard_sum(weight, precision.get(name)), weight.numel()
-            if isinstance(weight, DTensor):
-                sharded.append(name)
-        numbers = _numbers(sums)
-        if sharded:
-            for name, *parts in zip(sharded, *self._gather_workers([numbers[name] for name in sharded]), strict=True):
-                numbers[name] = add_sums(parts)
-        return numbers, numels
+        return sums
 
 
-def _require_equal(
-    own: Mapping[str, int], numels: Mapping[str, int], engine: Mapping[tuple[str, int], int], layout: WeightLayout
-) -> None:
+@dataclass(frozen=True)
+class LearnerSums:
+    """Checksums of the learner's weights."""
+
+    sums: Mapping[str, int]
+    """Name of a weight -> its checksum, in the engine's precision."""
+    numels: Mapping[str, int]
+    """Name of a weight -> its number of elements."""
+
+    @property
+    def digest(self) -> str:
+        """Hash of all checksums."""
+        return hashlib.sha256(repr(sorted(self.sums.items())).encode()).hexdigest()
+
+
+@torch.no_grad()
+def learner_sums(
+    weights: Iterable[tuple[str, torch.Tensor]],
+    precision: Mapping[str, torch.dtype],
+    gather_workers: Gather = all_gather_object,
+) -> LearnerSums:
+    """Compute the checksums of the learner's weights; collective.
+
+    Args:
+        weights: whole or sharded, under the names under which they are sent.
+        precision: precision to which each weight is rounded first (`WeightProof.precision`).
+        gather_workers: collects an object from every worker; the learner may be sharded over all of them.
+    """
+    sums, numels, sharded = {}, {}, []
+    for name, weight in weights:
+        sums[name], numels[name] = shard_sum(weight, precision.get(name)), weight.numel()
+        if isinstance(weight, DTensor):
+            sharded.append(name)
+    numbers = _numbers(sums)
+    if sharded:
+        for name, *parts in zip(sharded, *gather_workers([numbers[name] for name in sharded]), strict=True):
+            numbers[name] = add_sums(parts)
+    return LearnerSums(numbers, numels)
+
+
+def _require_equal(learner: LearnerSums, engine: Mapping[tuple[str, int], int], layout: WeightLayout) -> None:
     """Raise SyncError if a weight has another checksum in the engine, or is not there at all."""
+    own = learner.sums
     if not_sent := [name for name in own if name not in layout.places and name not in layout.unproven]:
         raise SyncError(f"the engine does not hold the learner's weights: {_named(not_sent)} never reached it")
     compared = [name for name in own if name in layout.places]
@@ -305,7 +353,7 @@ def _require_equal(
         first = differing[0]
         raise SyncError(
             f"the engine does not hold the learner's weights: of {len(compared)} tensors the checksums of "
-            f"{_named(differing)} differ; {first} has {numels[first]} elements, which are in the engine's "
+            f"{_named(differing)} differ; {first} has {learner.numels[first]} elements, which are in the engine's "
             f"{', '.join(layout.places[first])}. Nothing is generated with such weights"
         )
 

@@ -48,6 +48,7 @@ from grpo_ray.config.schema import Config
 from grpo_ray.data.problem import Problem
 from grpo_ray.errors import CheckpointError, ConfigError
 from grpo_ray.inference.conversation_source import ConversationSource, conversation_source
+from grpo_ray.inference.dedicated_engine import DedicatedEngine
 from grpo_ray.inference.engine import Engine
 from grpo_ray.inference.trl_without_trackers import GRPOTrainer
 from grpo_ray.inference.vllm_internals import MaskReader
@@ -175,7 +176,7 @@ class Learner(GRPOTrainer):
         config: Config,
         problems: Iterable[tuple[Problem, int]],
         *,
-        make_engine: Callable[["Learner"], Engine],
+        make_engine: Callable[["Learner"], Engine | DedicatedEngine],
         make_hooks: Callable[["Learner"], LearnerHooks] = no_hooks,
         profiler: PhaseProfiler | None = None,
         callbacks: Sequence[TrainerCallback] = (),
@@ -806,6 +807,7 @@ def build_learner(
     make_hooks: Callable[[Learner], LearnerHooks] = no_hooks,
     on_progress: Callable[[str], None] = _ignore,
     profiler: PhaseProfiler | None = None,
+    pool: Any = None,
 ) -> Learner:
     """Load the policy, start the engine, and return the worker's learner.
 
@@ -816,21 +818,19 @@ def build_learner(
         make_hooks: returns the learner's hooks, which may refer to it; called before its policy is loaded.
         on_progress: called with the name of the stage that begins.
         profiler: phase times of this worker; created by the thread that trains.
+        pool: handle of the run's `EnginePool` actor; None with colocated engines.
     """
     args = trl_arguments(config, output_dir)
     tokenizer = load_tokenizer(model_path, config.model.trust_remote_code)
 
-    def make_engine(learner: Learner) -> Engine:
+    def make_engine(learner: Learner) -> Engine | DedicatedEngine:
+        notify = learner.hooks.notify if learner.accelerator.is_main_process else _ignore
+        of_learner = (learner.model, learner.accelerator, tokenizer)
+        if pool is not None:
+            on_progress("waiting for the engines")
+            return DedicatedEngine(*of_learner, config=config, pool=pool, profiler=learner.profiler, notify=notify)
         on_progress("starting the engine")
-        return Engine(
-            learner.model,
-            learner.accelerator,
-            tokenizer,
-            config=config,
-            args=args,
-            profiler=learner.profiler,
-            notify=learner.hooks.notify if learner.accelerator.is_main_process else _ignore,
-        )
+        return Engine(*of_learner, config=config, args=args, profiler=learner.profiler, notify=notify)
 
     on_progress("loading the policy")
     return Learner(

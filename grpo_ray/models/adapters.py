@@ -185,6 +185,10 @@ class LoraUpdate:
     second: torch.Tensor
     """(outputs, r), PEFT's lora_B times the layer's scale, in float32."""
 
+    def to(self, device: str) -> "LoraUpdate":
+        """Return the update on a device."""
+        return LoraUpdate(self.layer, self.first.to(device), self.second.to(device))
+
 
 def lora_updates(model: PeftModel) -> Iterator[LoraUpdate]:
     """Yield the update of each layer with plain LoRA. Collective: it gathers shards, so every rank must iterate."""

@@ -437,7 +437,7 @@ def _plan_passes(
     def plan(tokens: int) -> MemoryPlan:
         return MemoryPlan(
             gpu_bytes=gpu_bytes,
-            gpu_memory_utilization=config.engine.gpu_memory_utilization,
+            gpu_memory_utilization=config.engine_fraction,
             estimate=estimate_memory(
                 config,
                 shape,

@@ -84,6 +84,24 @@ def version_differences(driver_versions: dict[str, str]) -> list[str]:
     return lines
 
 
+def check_joined_node(expected_versions: dict[str, str], folder: RunFolder) -> None:
+    """Check the node of this process, which may have joined after the driver checked the cluster.
+
+    Args:
+        expected_versions: the driver's versions; empty: they are not compared.
+
+    Raises:
+        ConfigError: its versions differ from the driver's, or it does not see the run folder.
+    """
+    # The driver has checked our own source; an edit during the run should not end the run.
+    expected = expected_versions and expected_versions | {"grpo_ray": versions()["grpo_ray"]}
+    faults = version_differences(expected) if expected else []
+    if not folder.exists("config.yaml"):
+        faults.append(f"{folder.uri} is not there: it must lie on storage that all nodes see")
+    if faults:
+        raise ConfigError(f"node {ray.util.get_node_ip_address()}: {'; '.join(faults)}")
+
+
 def check_nodes(config: Config, folder: RunFolder, shards: Sequence[Shard]) -> None:
     """Run `check_this_node` on all nodes other than the driver's, in parallel.
 

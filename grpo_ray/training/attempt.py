@@ -4,7 +4,6 @@ import fcntl
 import os
 import shutil
 import stat
-import sys
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -17,17 +16,16 @@ import ray.train
 from grpo_ray.config.schema import Config
 from grpo_ray.data.ledger import DatasetFingerprint
 from grpo_ray.distributed import all_gather_object, is_rank_zero
-from grpo_ray.errors import ConfigError
 from grpo_ray.resilience.chaos import Fault
-from grpo_ray.resilience.nodes import version_differences, versions
+from grpo_ray.resilience.nodes import check_joined_node
 from grpo_ray.rewards.verdicts import keep_verdicts
 from grpo_ray.storage import checkpoint_upload, checkpoints
 from grpo_ray.storage.checkpoints import CheckpointInfo
 from grpo_ray.storage.fencing import FencingToken
+from grpo_ray.storage.process_output import redirect_output
 from grpo_ray.storage.records.heldout_files import drop_heldout_after
 from grpo_ray.storage.records.rollout_files import drop_rollouts_after
 from grpo_ray.storage.run_folder import RunFolder
-from grpo_ray.text.redaction import redact_stream
 from grpo_ray.training.start_point import StartPoint
 
 LOCK = "lock"
@@ -56,6 +54,8 @@ class WorkerSpec:
     of its own."""
     versions: dict[str, str] = field(default_factory=dict)
     """Versions of the driver (`nodes.versions`) that workers must have too; empty for no check."""
+    pool: Any = None
+    """Handle of the run's `EnginePool` actor; None with colocated engines."""
     faults: Sequence[Fault] = ()
     """Faults injected on purpose (`chaos.py`)."""
     baseline_setup: Mapping[str, Any] | None = None
@@ -119,26 +119,11 @@ def start_attempt(spec: WorkerSpec) -> Attempt:
     context = ray.train.get_context()
     config, rank = spec.config.with_workers(context.get_world_size()), context.get_world_rank()
     folder = RunFolder(config.run.storage_path, config.run.name, config.run.storage_retry_seconds)
-    check_node(spec.versions, folder)
+    check_joined_node(spec.versions, folder)
     attempt = Attempt(spec, config, rank, context.get_world_size(), folder, create_scratch_folder(config.run.name))
-    _redirect_output(folder, rank)
+    redirect_output(folder, f"worker-{rank}.log")
     keep_verdicts(folder, rank)
     return attempt
-
-
-def check_node(expected_versions: dict[str, str], folder: RunFolder) -> None:
-    """Check a node that may have joined after the driver checked the cluster (`nodes.py`).
-
-    Raises:
-        ConfigError: its versions differ from the driver's, or it does not see the run folder.
-    """
-    # The driver has checked our own source; an edit during the run should not end the run.
-    expected = expected_versions and expected_versions | {"grpo_ray": versions()["grpo_ray"]}
-    faults = version_differences(expected) if expected else []
-    if not folder.exists("config.yaml"):
-        faults.append(f"{folder.uri} is not there: it must lie on storage that all nodes see")
-    if faults:
-        raise ConfigError(f"node {ray.util.get_node_ip_address()}: {'; '.join(faults)}")
 
 
 def create_scratch_folder(run: str) -> str:
@@ -202,21 +187,3 @@ def remove_leftovers(attempt: Attempt, start: StartPoint) -> None:
         attempt.notify(f"deleted rollouts of steps after {start.step}, which are taken again: {', '.join(names)}")
     if names := drop_heldout_after(attempt.folder, start.step):
         attempt.notify(f"deleted held-out completions of steps after {start.step}: {', '.join(names)}")
-
-
-def _redirect_output(folder: RunFolder, rank: int) -> None:
-    """Redirect the output of this process to a file of the run folder, away from the driver's display.
-
-    Secrets are hidden in the output of Python code, tracebacks included, but not in that of native code.
-    """
-    for stream in (sys.stdout, sys.stderr):
-        redact_stream(stream)
-    if folder.local is None:
-        return  # Ray keeps the output in its own log folder on each node
-    logs = folder.local / "logs"
-    logs.mkdir(parents=True, exist_ok=True)
-    file = os.open(logs / f"worker-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-        os.dup2(file, stream.fileno())
-    os.close(file)

@@ -90,6 +90,7 @@ def run_training(inputs: TrainingInputs) -> None:
         make_hooks=lambda learner: build_hooks(inputs, learner, profiler, watchdog, plan),
         on_progress=attempt.set_status,
         profiler=profiler,
+        pool=attempt.spec.pool,
     )
     with error_context(lambda: learner.state.global_step or inputs.start.step):
         FaultInjector(attempt.spec.faults, attempt.folder, attempt.rank, attempt.workers, attempt.notify).install(

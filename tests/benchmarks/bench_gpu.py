@@ -150,7 +150,7 @@ def measure_engine(task: Task, lengths: list[list[int]]) -> None:
     config = load_config(None, ours_settings(task))
     engine = LLM(
         **llm_arguments(task.model, config, max_num_seqs=task.completions),
-        gpu_memory_utilization=config.engine.gpu_memory_utilization,
+        gpu_memory_utilization=config.engine_fraction,
     )
     tokenizer = AutoTokenizer.from_pretrained(task.model)
     prompts = tokenizer.apply_chat_template(

@@ -199,7 +199,7 @@ def drain_collectives(rank: int, folder: str) -> bool:
     from grpo_ray.inference.engine import Engine
 
     engine = object.__new__(Engine)
-    engine.accelerator = Accelerator(cpu=True)
+    engine.device = Accelerator(cpu=True).device
     waiting, late = Path(folder, "waiting"), Path(folder, "late")
     if rank == 0:
         while not waiting.exists():

@@ -238,11 +238,20 @@ def _notice_or_error(shortage: Shortage | None) -> str | None:
 
 
 def cpus_beside_workers(config: Config) -> int:
-    """Return the CPU cores that a run needs beside its workers: one for Ray Data, or those of a background engine.
+    """Return the CPU cores that a run needs beside its workers.
 
-    Ray Data and the engine use them in turn.
+    They are those of the fewest dedicated engines, and one for Ray Data or those of a background engine, which use them
+    in turn.
     """
-    return int(max(1, background_resources(config)["CPU"]))
+    return (
+        int(max(1, background_resources(config)["CPU"])) + dedicated_processes(config) * config.cluster.cpus_per_worker
+    )
+
+
+def dedicated_processes(config: Config) -> int:
+    """Return the number of processes of the fewest dedicated engines, each with its own GPU if the run uses any."""
+    engine = config.engine
+    return engine.replica_range[0] * engine.tensor_parallel_size if engine.is_dedicated else 0
 
 
 def background_resources(config: Config) -> dict[str, float]:
@@ -251,9 +260,13 @@ def background_resources(config: Config) -> dict[str, float]:
 
 
 def gpus_beside_workers(config: Config) -> float:
-    """Return the GPUs that a run needs beside those of its workers: for a background engine, and for reward models."""
-    own = config.reward_model_gpus if config.reward_model_gpus == 1 else 0
-    return background_resources(config)["GPU"] + own
+    """Return the GPUs that a run needs beside those of its workers.
+
+    They are those of the fewest dedicated engines, of a background engine, and of reward models.
+    """
+    models = config.reward_model_gpus if config.reward_model_gpus == 1 else 0
+    engines = dedicated_processes(config) if config.cluster.use_gpu else 0
+    return engines + background_resources(config)["GPU"] + models
 
 
 def training_shortage(config: Config, nodes: Sequence[Mapping[str, float]]) -> Shortage | None:

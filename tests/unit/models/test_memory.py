@@ -269,7 +269,7 @@ def policy_config(*overrides: str) -> Config:
 def plan_for(config: Config, tokens: int, recompute: bool) -> MemoryPlan:
     """Return the plan on a GPU of which these passes leave a twentieth free."""
     estimate = estimate_memory(config, POLICY, sequence_length=2048, tokens=tokens, gradient_checkpointing=recompute)
-    size = (estimate.context + estimate.learner) / (0.95 - config.engine.gpu_memory_utilization)
+    size = (estimate.context + estimate.learner) / (0.95 - config.engine_fraction)
     return plan_memory(config, POLICY, int(size) + 2)
 
 

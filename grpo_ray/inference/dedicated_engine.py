@@ -1,0 +1,223 @@
+"""Dedicated engines as a worker sees them: the interface of a colocated engine (`engine.py`), in front of the pool.
+
+A sync stores the learner's weights in Ray's object store, from where every engine loads them, and compares checksums:
+each engine proves that it holds the weights of every worker's learner bit for bit. Requests go to the pool, together
+with those of the other workers.
+"""
+
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import ray
+
+from grpo_ray.config.schema import Config
+from grpo_ray.distributed import all_gather_object, is_rank_zero
+from grpo_ray.errors import GrpoRayError, SyncError
+from grpo_ray.inference.learner_end import LearnerEnd
+from grpo_ray.inference.pool.pool import EngineRequest
+from grpo_ray.inference.pool.weights import chunks
+from grpo_ray.inference.sampling import Completion, OnFinished, RunRound, ignore_finished, require_space
+from grpo_ray.inference.weight_proof import learner_sums
+from grpo_ray.models.adapters import lora_updates, require_plain_lora
+from grpo_ray.telemetry.profiler import PhaseProfiler, in_phase
+
+if TYPE_CHECKING:
+    import torch
+    from accelerate import Accelerator
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from grpo_ray.inference.pool.engine_process import EngineFacts
+
+
+class DedicatedEngine(LearnerEnd):
+    """A worker's access to the run's dedicated engines. Its methods are collective among the workers."""
+
+    def __init__(
+        self,
+        model: "PreTrainedModel",
+        accelerator: "Accelerator",
+        tokenizer: "PreTrainedTokenizerBase",
+        *,
+        config: Config,
+        pool: Any,
+        profiler: PhaseProfiler | None = None,
+        notify: Callable[[str], None] = lambda line: None,
+    ):
+        """Wait for the first engine.
+
+        Args:
+            model: the learner's model, the source of the weights.
+            config: the run's config.
+            pool: handle of the run's `EnginePool` actor.
+            profiler: the worker's profiler; by default a new one.
+            notify: shows the user a line.
+        """
+        self.config = config
+        self.profiler = profiler or PhaseProfiler()
+        self.notify = notify
+        self.form_masks = None
+        self.proofs = 0
+        """Number of proofs by checksums so far."""
+        self._pool = pool
+        self._rounds = 0
+        self._sessions = 0
+        self._precision: Mapping[str, torch.dtype] | None = None
+        self._sent_frozen_weights = False
+        super().__init__(model, accelerator, tokenizer)
+
+    def _init_vllm(self) -> None:
+        """Begin an attempt at the pool. TRL's constructor calls this method to start its own engine."""
+        self._token: str = all_gather_object(secrets.token_hex(8))[0]
+        facts: list[EngineFacts] = []
+        if is_rank_zero():
+            ranks = require_plain_lora(self._adapted) if self._requests_name_adapter else None
+            facts = self._call("begin", self.accelerator.num_processes, ranks)
+        self._facts = all_gather_object(facts)[0]
+
+    def _call(self, method: str, *arguments: Any) -> Any:
+        """Call a method of the pool for this attempt; return its result, or raise its error without Ray's wrapper."""
+        try:
+            return ray.get(getattr(self._pool, method).remote(self._token, *arguments))
+        except ray.exceptions.RayTaskError as error:
+            if isinstance(error.cause, GrpoRayError):
+                raise error.cause from None
+            raise
+
+    @property
+    def description(self) -> str:
+        """Number of engines that have started, and the description of the first one, for the log."""
+        nodes = len({each.node for each in self._facts})
+        return f"{len(self._facts)} dedicated on {nodes} node{'s' * (nodes > 1)}, {self._facts[0].description}"
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest prompt with its completion, in tokens."""
+        return int(self._facts[0].max_model_len)
+
+    @property
+    def vocabulary_size(self) -> int:
+        """Number of the policy's token ids."""
+        return int(self._facts[0].vocabulary_size)
+
+    @in_phase("sync")
+    def sync_weights(self) -> None:
+        """Publish the learner's weights, and prove that every engine holds them bit for bit.
+
+        Raises:
+            SyncError: a parameter of an engine was not set, or differs from the learner's weights.
+        """
+        updates = list(lora_updates(self._adapted)) if self._requests_name_adapter else None
+        stored: list[Any] = []
+        precision = None
+        if updates is None or not self._sent_frozen_weights:
+            stored = self._store_weights()
+            self._sent_frozen_weights = True
+        if is_rank_zero():
+            on_host = [] if updates is None else [ray.put([update.to("cpu") for update in updates])]
+            precision = self._call("load", stored, on_host)
+        if self._precision is None:
+            self._precision = all_gather_object(precision)[0]
+        self._prove()
+
+    def _store_weights(self) -> list[Any]:
+        """Put all weights into the object store, on rank 0; return the references."""
+        weights = self._iter_named_params()
+        if is_rank_zero():
+            return [ray.put(chunk) for chunk in chunks(weights)]
+        if self.config.cluster.shard_learner:  # its weights are gathered on all workers
+            for _ in weights:
+                pass
+        return []
+
+    @in_phase("sync")
+    def prove_weights(self) -> None:
+        """Prove that the engines hold the learner's weights bit for bit. Used before a generation without a sync.
+
+        Raises:
+            SyncError: a weight differs, or an engine still keeps data that was computed with older weights.
+        """
+        self._prove()
+
+    def _prove(self) -> None:
+        assert self._precision is not None
+        sums = learner_sums(self.weights_to_prove(), self._precision)
+        require_equal_learners(all_gather_object(sums.digest))
+        if is_rank_zero():
+            self._call("prove", sums)
+        all_gather_object(None)  # no worker sends requests before the proof
+        self.proofs += 1
+
+    @in_phase("generate")
+    def run_requests(
+        self, prompts: list[list[int]], sampling: list[dict[str, Any]], on_finished: OnFinished = ignore_finished
+    ) -> list[Completion]:
+        """Sample one completion per prompt, as one round of `rounds`; see `LocalEngine.run_requests`."""
+        with self.rounds() as run_round:
+            completions = run_round(prompts, sampling, on_finished)
+        self.profiler.count_tokens("engine", sum(len(each.token_ids) for each in completions))
+        return completions
+
+    def rounds(self) -> AbstractContextManager[RunRound]:
+        """Return a context that yields a function which runs one round of requests; see `LocalEngine.rounds`.
+
+        Every worker must call the function equally often, without prompts if it has none (`is_any_active`). It may be
+        called in a thread.
+        """
+        return self._session()
+
+    def heldout_rounds(self) -> AbstractContextManager[RunRound]:
+        """Return the same context for held-out problems."""
+        return self._session()
+
+    @contextmanager
+    def _session(self) -> Iterator[RunRound]:
+        """Yield a function that runs rounds which may reuse each other's keys and values."""
+        self._sessions += 1
+        session = self._sessions
+
+        def run_round(
+            prompts: list[list[int]], sampling: list[dict[str, Any]], on_finished: OnFinished
+        ) -> list[Completion]:
+            return self._run_round(session, prompts, sampling, on_finished)
+
+        yield run_round
+
+    def _run_round(
+        self, session: int, prompts: list[list[int]], sampling: list[dict[str, Any]], on_finished: OnFinished
+    ) -> list[Completion]:
+        require_space(prompts, self.max_model_len)
+        self._rounds += 1
+        number, rank = self._rounds, self.accelerator.process_index
+        requests = list(map(EngineRequest, prompts, sampling))
+        self._call("submit", number, session, rank, requests)
+        completions: dict[int, Completion] = {}
+        progress = 0
+        while len(completions) < len(requests):
+            delivery = self._call("results", number, rank)
+            if delivery.progress != progress:
+                progress = delivery.progress
+                self.profiler.note_progress()
+            for index, completion in delivery.finished:
+                completions[index] = completion
+                on_finished(index, completion.token_ids)
+        self._call("end_round", number, rank)
+        return [completions[index] for index in range(len(requests))]
+
+    def is_any_active(self, is_active: bool) -> bool:
+        """Return True if any worker is active."""
+        return any(all_gather_object(is_active))
+
+
+def require_equal_learners(digests: Sequence[str]) -> None:
+    """Raise SyncError if workers have different weights. The engines get those of the first one.
+
+    Args:
+        digests: digest of each worker's checksums.
+    """
+    if differing := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
+        raise SyncError(
+            f"the engines do not hold the learner's weights: those of worker {differing[0]} differ from those of "
+            "worker 0, from which they were sent"
+        )

@@ -1,0 +1,516 @@
+"""The pool of a run's dedicated engines: a Ray actor on the driver's node, between the workers and the engines.
+
+    workers --rows--> pool --shards--> engines        rank 0 --weights--> object store --> engines
+
+It collects the requests of all workers for a round, divides them into shards, gives each shard to an engine, and
+returns each completion to its worker as soon as it is finished. A shard is one call of an engine, with the same
+requests in the same order whatever engine runs it, so the number of engines changes no result.
+
+It keeps the engines alive: one that dies, hangs or is lost with its node is started again, gets the present weights and
+proves that it holds them, and its shard is generated again. What the dead engine had delivered is not used twice.
+
+Each engine has a task (`_keep`), which starts it, brings it to the present version of the weights, and lets it work.
+"""
+
+import asyncio
+import contextlib
+import itertools
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import ray
+import ray.exceptions
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from grpo_ray.errors import EngineError, GrpoRayError, SupersededError
+from grpo_ray.inference.pool.engine_process import Address, EngineFacts, EngineProcess, EngineSpec, RoundAborted
+from grpo_ray.inference.sampling import Completion
+from grpo_ray.resilience.error_triage import describe_worker_error
+
+if TYPE_CHECKING:
+    import torch
+
+    from grpo_ray.inference.weight_proof import LearnerSums
+
+POLL_SECONDS = 1.0
+"""Longest time that a request for results waits before it is answered without new ones."""
+MAX_LOSSES = 2
+"""Engines that may die on the same shard. One death can be an accident; a second one is taken for the shard's fault."""
+MAX_FAILED_STARTS = 3
+"""Starts of an engine that may fail one after the other before the run ends."""
+CONTROL = "control"
+"""Ray's concurrency group of the calls that an engine's process answers while it generates."""
+RETRY_SECONDS = 2.0
+"""Pause before an engine whose start failed is started again."""
+
+
+@dataclass(frozen=True)
+class EngineRequest:
+    """One request for a completion."""
+
+    prompt: list[int]
+    """(P,) token ids."""
+    sampling: dict[str, Any]
+    """Arguments of `vllm.SamplingParams`, with the request's own seed."""
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """Answer to a worker that waits for its completions."""
+
+    finished: list[tuple[int, Completion]]
+    """Completions that have finished since the last answer, each with its index among the worker's requests."""
+    progress: int
+    """Number that changes while the engines work."""
+
+
+@dataclass
+class Version:
+    """One version of the learner's weights."""
+
+    number: int
+    chunks: list[Any]
+    """References to the weights in the object store; those of the frozen weights if requests name an adapter."""
+    updates: Any
+    """Reference to the updates of that adapter; None without one."""
+    sums: "LearnerSums | None" = None
+    """Checksums of the learner's weights; None until they are computed."""
+
+
+@dataclass(eq=False)
+class Shard:
+    """Part of a round that one engine runs in one call."""
+
+    round: "Round"
+    number: int
+    rows: list[tuple[int, int]]
+    """Rank and index of each request."""
+    losses: int = 0
+    """Engines that have died on it."""
+
+
+@dataclass(eq=False)
+class Round:
+    """Requests of all workers that are answered together."""
+
+    token: str
+    owner: Any
+    """Key of the work that may reuse cached keys and values (`EngineProcess.run`)."""
+    requests: dict[int, list[EngineRequest]] = field(default_factory=dict)
+    """Rank -> its requests; complete once every worker has sent its own."""
+    delivered: set[tuple[int, int]] = field(default_factory=set)
+    """Rank and index of the requests that are answered."""
+    waiting: dict[int, list[tuple[int, Completion]]] = field(default_factory=dict)
+    """Rank -> its completions that it has not fetched yet."""
+
+
+@dataclass(eq=False)
+class Engine:
+    """A running engine."""
+
+    number: int
+    group: PlacementGroup
+    processes: list[Any]
+    """Handles of its processes, by rank in the engine."""
+    facts: EngineFacts | None = None
+    """None while it starts."""
+    loaded: int = 0
+    """Number of the version of the weights that it has loaded; 0: none yet."""
+    proven: int = 0
+    """Number of the version that it has been proven to hold."""
+    has_frozen_weights: bool = False
+    shard: Shard | None = None
+    """Work under way."""
+
+
+class EnginePool:
+    """Pool of a run's engines."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        engine = spec.config.engine
+        self._spec = spec
+        self._least, self._most = engine.replica_range
+        self._size = engine.tensor_parallel_size
+        self._waits_for_ranks = spec.config.adapter_sync == "request" and spec.config.model.adapter is not None
+        self._lora_ranks: Mapping[str, int] | None = None
+        self._changed = asyncio.Condition()
+        self._engines: dict[int, Engine] = {}
+        self._tasks: list[asyncio.Task[None]] = []
+        self._pending: deque[Shard] = deque()
+        self._rounds: dict[int, Round] = {}
+        self._token = ""
+        self._workers = 0
+        self._version: Version | None = None
+        self._numbers = itertools.count(1)
+        self._precision: dict[str, torch.dtype] | None = None
+        self._error: BaseException | None = None
+        self._progress = 0
+        self.replaced = 0
+        """Engines that were lost so far."""
+
+    # The driver's calls
+
+    async def reserve(self) -> None:
+        """Reserve the resources of the fewest engines that the run needs, and begin to start them."""
+        groups = [self._reserve_group() for _ in range(self._least)]
+        await asyncio.gather(*(group.ready() for group in groups))
+        self._tasks += [asyncio.create_task(self._keep(number, group)) for number, group in enumerate(groups)]
+
+    async def stop(self) -> None:
+        """End all engines, and release their resources."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    # The workers' calls
+
+    async def begin(self, token: str, workers: int, lora_ranks: Mapping[str, int] | None) -> list[EngineFacts]:
+        """Begin an attempt to train: end the work for an earlier one, and wait for the first engine.
+
+        Args:
+            token: name of the attempt, which its later calls repeat.
+            workers: number of its workers.
+            lora_ranks: name of each adapted layer -> rank of its update, if requests name an adapter; otherwise None.
+
+        Returns:
+            The facts of the engines that have started.
+
+        Raises:
+            EngineError: no engine can be started.
+        """
+        async with self._changed:
+            self._token, self._workers = token, workers
+            self._waits_for_ranks, self._lora_ranks = False, lora_ranks
+            self._rounds.clear()
+            self._pending.clear()
+            if not isinstance(self._error, EngineError):  # the others concern what the last attempt sent
+                self._error = None
+            self._changed.notify_all()
+        for engine in self._engines.values():
+            if engine.shard is not None:
+                for process in engine.processes:
+                    process.abort.options(concurrency_group=CONTROL).remote()
+        # Only now, when the workers have their resources, further engines may take what is free.
+        further = [self._keep(number, self._reserve_group()) for number in range(len(self._tasks), self._most)]
+        self._tasks += map(asyncio.create_task, further)
+        await self._wait_until(token, lambda: bool(self._started()))
+        return [engine.facts for engine in self._started() if engine.facts is not None]
+
+    async def load(self, token: str, chunks: list[Any], updates: list[Any]) -> "dict[str, torch.dtype]":
+        """Begin to load a version of the weights into all engines.
+
+        Args:
+            chunks: references to all weights; empty if only the adapter that requests name has changed.
+            updates: a reference to the updates of that adapter, in a list; an empty list without one.
+
+        Returns:
+            The precision in which the engines hold each weight.
+
+        Raises:
+            SyncError: an engine did not take the weights.
+            EngineError: there is no engine left.
+        """
+        async with self._changed:
+            self._require_current(token)
+            before = [] if self._version is None else self._version.chunks
+            number = next(self._numbers)
+            self._version = Version(number, chunks or before, updates[0] if updates else None)
+            if chunks:
+                for engine in self._engines.values():
+                    engine.has_frozen_weights = False
+            self._changed.notify_all()
+        await self._wait_until(token, lambda: any(each.loaded == number for each in self._started()))
+        assert self._precision is not None
+        return self._precision
+
+    async def prove(self, token: str, sums: "LearnerSums") -> int:
+        """Prove that every engine that runs holds the version that was loaded last; return their number.
+
+        Raises:
+            SyncError: an engine holds other weights.
+            EngineError: there is no engine left.
+        """
+        async with self._changed:
+            self._require_current(token)
+            version = self._version
+            assert version is not None
+            version.sums = sums
+            for engine in self._engines.values():
+                engine.proven = 0  # again before each use, although the weights may be the same
+            self._changed.notify_all()
+
+        def is_proven() -> bool:
+            started = self._started()
+            return bool(started) and all(each.proven == version.number for each in started)
+
+        await self._wait_until(token, is_proven)
+        return len(self._started())
+
+    async def submit(self, token: str, number: int, owner: Any, rank: int, requests: Sequence[EngineRequest]) -> None:
+        """Submit a worker's requests for a round; it begins once every worker has submitted its own.
+
+        Args:
+            number: number of the round in the attempt, the same on all workers.
+            owner: key of the work that may reuse cached keys and values, the same on all workers.
+        """
+        async with self._changed:
+            self._require_current(token)
+            each = self._rounds.setdefault(number, Round(token, owner))
+            each.requests[rank], each.waiting[rank] = list(requests), []
+            if len(each.requests) == self._workers:
+                self._pending.extend(divide(each, self._most))
+                self._changed.notify_all()
+
+    async def results(self, token: str, number: int, rank: int) -> Delivery:
+        """Return the completions of a worker that have finished since the last call.
+
+        Waits for at most `POLL_SECONDS` if there are none.
+
+        Raises:
+            GrpoRayError: the round has failed.
+        """
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(
+                self._wait_until(token, lambda: bool(self._rounds[number].waiting[rank])), POLL_SECONDS
+            )
+        self._require_current(token)
+        waiting = self._rounds[number].waiting
+        finished, waiting[rank] = waiting[rank], []
+        return Delivery(finished, self._progress)
+
+    async def end_round(self, token: str, number: int, rank: int) -> None:
+        """Forget a round, once every worker has its completions."""
+        async with self._changed:
+            if token == self._token and (each := self._rounds.get(number)) is not None:
+                each.requests.pop(rank, None)
+                if not each.requests:
+                    del self._rounds[number]
+
+    async def engines(self) -> list[dict[str, Any]]:
+        """Return the state of each engine, for displays and tests."""
+        return [
+            {
+                "number": each.number,
+                "node": each.facts.node if each.facts else None,
+                "version": each.proven,
+                "busy": each.shard is not None,
+                "pids": await asyncio.gather(
+                    *(
+                        _within(process.pid.options(concurrency_group=CONTROL).remote(), 5.0)
+                        for process in each.processes
+                    )
+                ),
+            }
+            for each in list(self._engines.values())
+        ]
+
+    def _started(self) -> list[Engine]:
+        return [engine for engine in self._engines.values() if engine.facts is not None]
+
+    def _require_current(self, token: str) -> None:
+        if token != self._token:
+            raise SupersededError("another attempt to train uses the engines now")
+        if self._error is not None:
+            raise self._error
+
+    async def _wait_until(self, token: str, condition: Callable[[], bool]) -> None:
+        """Wait for a condition. Raises the pool's error, or SupersededError once another attempt has begun."""
+        async with self._changed:
+            while True:
+                self._require_current(token)
+                if condition():
+                    return
+                await self._changed.wait()
+
+    # Engines
+
+    def _reserve_group(self) -> PlacementGroup:
+        cluster = self._spec.config.cluster
+        bundle = {"CPU": float(cluster.cpus_per_worker)} | ({"GPU": 1.0} if cluster.use_gpu else {})
+        # The processes of an engine communicate for each token, so they share a node.
+        return placement_group([bundle] * self._size, strategy="STRICT_PACK")
+
+    async def _keep(self, number: int, group: PlacementGroup) -> None:
+        """Keep one engine running: start it, let it work, and start another in its place when it is lost."""
+        failed_starts = 0
+        try:
+            while True:
+                async with self._changed:
+                    while self._error is not None:
+                        await self._changed.wait()
+                engine = Engine(number, group, [])
+                try:
+                    await group.ready()
+                    await self._start(engine)
+                    failed_starts = 0
+                    await self._serve(engine)
+                except asyncio.CancelledError:
+                    raise
+                except Exception as error:  # of Ray, vLLM or torch: whatever it is, this engine has ended
+                    failed_starts += engine.facts is None
+                    await self._lose(engine, error, failed_starts)
+                    if engine.facts is None:
+                        await asyncio.sleep(RETRY_SECONDS)
+                finally:
+                    self._engines.pop(number, None)
+                    _end(engine)
+        finally:
+            remove_placement_group(group)
+
+    async def _start(self, engine: Engine) -> None:
+        """Start the processes of an engine, and wait until it has loaded the initial policy."""
+        async with self._changed:
+            while self._waits_for_ranks:
+                await self._changed.wait()
+        self._engines[engine.number] = engine
+        for rank in range(self._size):
+            engine.processes.append(self._process(engine, rank))
+        store: Address | None = await engine.processes[0].open_store.remote() if self._size > 1 else None
+        started = [process.start.remote(store, self._lora_ranks) for process in engine.processes]
+        facts = (await asyncio.gather(*started))[0]
+        async with self._changed:
+            engine.facts = facts
+            self._changed.notify_all()
+
+    def _process(self, engine: Engine, rank: int) -> Any:
+        cluster = self._spec.config.cluster
+        return (
+            ray.remote(concurrency_groups={CONTROL: 1})(EngineProcess)
+            .options(
+                num_cpus=cluster.cpus_per_worker,
+                num_gpus=1 if cluster.use_gpu else 0,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(engine.group, placement_group_bundle_index=rank),
+                runtime_env={"env_vars": dict(self._spec.environment)},
+            )
+            .remote(self._spec, engine.number, rank)
+        )
+
+    async def _serve(self, engine: Engine) -> None:
+        """Bring an engine to the present version of the weights and give it shards, until it fails."""
+        while True:
+            work = await self._next_work(engine)
+            await work()
+            async with self._changed:
+                self._changed.notify_all()
+
+    async def _next_work(self, engine: Engine) -> Callable[[], Awaitable[None]]:
+        async with self._changed:
+            while True:
+                version = self._version
+                if version is not None and engine.loaded != version.number:
+                    return lambda: self._load(engine, version)
+                if version is not None and version.sums is not None and engine.proven != version.number:
+                    return lambda: self._prove(engine, version)
+                if self._pending and version is not None and engine.proven == version.number:
+                    shard = engine.shard = self._pending.popleft()
+                    return lambda: self._run(engine, shard)
+                await self._changed.wait()
+
+    async def _load(self, engine: Engine, version: Version) -> None:
+        chunks = [] if engine.has_frozen_weights else version.chunks
+        try:
+            # A list of references, which the engine fetches one after the other.
+            loaded = await _of_all(engine, "load", chunks, version.updates)
+        except ray.exceptions.ObjectLostError:  # the worker that owned the weights has died
+            if self._version is version:
+                self._version = None
+            return
+        self._precision = loaded[0]
+        engine.loaded = version.number
+        engine.has_frozen_weights = version.updates is not None
+
+    async def _prove(self, engine: Engine, version: Version) -> None:
+        await _of_all(engine, "prove", version.sums)
+        engine.proven = version.number
+
+    async def _run(self, engine: Engine, shard: Shard) -> None:
+        """Let an engine run a shard, and hand out its completions as they come."""
+        each = shard.round
+        requests = [each.requests[rank][index] for rank, index in shard.rows]
+        prompts, sampling = [each.prompt for each in requests], [each.sampling for each in requests]
+        owner = (each.token, engine.proven, each.owner, shard.number)
+        first, *others = engine.processes
+        followers = [process.follow.remote(owner, prompts, sampling) for process in others]
+        try:
+            async for reference in first.run.options(num_returns="streaming").remote(owner, prompts, sampling):
+                report = await reference
+                async with self._changed:
+                    self._progress += 1
+                    for place, completion in report.finished:
+                        rank, index = key = shard.rows[place]
+                        if key not in each.delivered:  # an engine that has died may have delivered it
+                            each.delivered.add(key)
+                            each.waiting[rank].append((index, completion))
+                    self._changed.notify_all()
+            await asyncio.gather(*followers)
+        except RoundAborted:
+            pass
+        engine.shard = None
+
+    async def _lose(self, engine: Engine, error: Exception, failed_starts: int) -> None:
+        """React to the end of an engine: repeat its shard, or end the run."""
+        cause = getattr(error, "cause", None) or error
+        shard = engine.shard
+        text = describe_worker_error(error)
+        async with self._changed:
+            if isinstance(cause, GrpoRayError):
+                # Wrong weights, a prompt that is too long, a node that does not fit: another engine would say the same.
+                self._error = cause
+            elif engine.facts is None:
+                if failed_starts >= MAX_FAILED_STARTS:
+                    self._error = EngineError(f"engine {engine.number} cannot be started: {text}")
+            else:
+                self.replaced += 1
+            if shard is not None and shard.round.token == self._token:
+                shard.losses += 1
+                if shard.losses < MAX_LOSSES:
+                    self._pending.appendleft(shard)
+                else:
+                    self._error = EngineError(
+                        f"{shard.losses} engines have died on the same {len(shard.rows)} completions, so no other is "
+                        f"started: {text}"
+                    )
+            self._changed.notify_all()
+        if self._error is None:
+            what = f"engine {engine.number} was lost and is started again: {text}"
+            self._spec.coordinator.record_event.remote("notice", what=what)
+
+
+def divide(of: Round, shards: int) -> list[Shard]:
+    """Divide the requests of a round into shards: the groups in turn, in the order of the workers.
+
+    A group is a run of requests with the same prompt, whose keys and values one engine computes once.
+
+    Args:
+        shards: largest number of shards.
+    """
+    rows: list[list[tuple[int, int]]] = [[] for _ in range(shards)]
+    group, last = -1, None
+    for rank in sorted(of.requests):
+        for index, request in enumerate(of.requests[rank]):
+            if request.prompt != last:
+                group, last = group + 1, request.prompt
+            rows[group % shards].append((rank, index))
+    return [Shard(of, number, part) for number, part in enumerate(rows) if part]
+
+
+async def _of_all(engine: Engine, method: str, *arguments: Any) -> list[Any]:
+    """Call a method of all processes of an engine; return their results."""
+    return await asyncio.gather(*(getattr(process, method).remote(*arguments) for process in engine.processes))
+
+
+async def _within(reference: Any, seconds: float) -> Any:
+    """Return the value of a reference; None if it fails or takes longer."""
+    try:
+        return await asyncio.wait_for(asyncio.wrap_future(reference.future()), seconds)
+    except (TimeoutError, ray.exceptions.RayError):
+        return None
+
+
+def _end(engine: Engine) -> None:
+    """End the processes of an engine; one that has ended already is no error."""
+    for process in engine.processes:
+        ray.kill(process)
