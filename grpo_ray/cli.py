@@ -248,15 +248,17 @@ def run_chaos(arguments: argparse.Namespace) -> int:
     from grpo_ray.driver.run import train
     from grpo_ray.driver.tables import print_fault_outcomes, print_summary
     from grpo_ray.resilience.chaos import (
-        FAULT_KINDS,
         count_lost_and_repeated,
         describe_plan,
+        fault_kinds,
         fault_outcomes,
         plan_faults,
+        require_engines,
     )
     from grpo_ray.storage.run_folder import RunFolder
 
-    kinds = arguments.faults.split(",") if arguments.faults else list(FAULT_KINDS)
+    kinds = arguments.faults.split(",") if arguments.faults else fault_kinds(config.engine.is_dedicated)
+    require_engines(kinds, config.engine.is_dedicated)
     grpo = config.grpo
     workers = config.cluster.max_workers
     faults = plan_faults(arguments.seed, kinds, grpo.max_steps, grpo.save_steps, workers, config.steps_per_batch)

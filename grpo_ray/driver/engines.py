@@ -22,7 +22,7 @@ MANY_CALLS = 1_000
 """Calls of the pool that may wait at the same time; each worker has two at most."""
 
 
-def start_pool(config: Config, model_path: str, coordinator: Any) -> Any | None:
+def start_pool(config: Config, model_path: str, coordinator: Any, kind: type[EnginePool] = EnginePool) -> Any | None:
     """Start the pool of the run's dedicated engines; return its handle, or None with colocated engines.
 
     The engines themselves are started by `running_engines`.
@@ -30,6 +30,7 @@ def start_pool(config: Config, model_path: str, coordinator: Any) -> Any | None:
     Args:
         model_path: folder, URI or hub id of the initial policy.
         coordinator: handle of the run's `RunCoordinator` actor.
+        kind: class of the pool.
     """
     if not config.engine.is_dedicated:
         return None
@@ -43,7 +44,7 @@ def start_pool(config: Config, model_path: str, coordinator: Any) -> Any | None:
     )
     # On the driver's node, as the coordinator: losing any other machine must not lose the pool.
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    actor = ray.remote(num_cpus=0, max_concurrency=MANY_CALLS, scheduling_strategy=here)(EnginePool)
+    actor = ray.remote(num_cpus=0, max_concurrency=MANY_CALLS, scheduling_strategy=here)(kind)
     return actor.remote(spec)
 
 

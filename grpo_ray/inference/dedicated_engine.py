@@ -28,7 +28,11 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from grpo_ray.inference.pool.engine_process import EngineFacts
+    from grpo_ray.inference.pool.engine_process import Disturbance, EngineFacts
+
+
+WAIT_SECONDS = 1.0
+"""Time between two signs of progress while a call of the pool is waited for."""
 
 
 class DedicatedEngine(LearnerEnd):
@@ -77,9 +81,17 @@ class DedicatedEngine(LearnerEnd):
         self._facts = all_gather_object(facts)[0]
 
     def _call(self, method: str, *arguments: Any) -> Any:
-        """Call a method of the pool for this attempt; return its result, or raise its error without Ray's wrapper."""
+        """Call a method of the pool for this attempt; return its result, or raise its error without Ray's wrapper.
+
+        The wait counts as progress for the worker's hang watchdog: each engine has a watchdog of its own, and the pool
+        replaces an engine that hangs.
+        """
+        reference = getattr(self._pool, method).remote(self._token, *arguments)
+        while not ray.wait([reference], timeout=WAIT_SECONDS)[0]:
+            self.profiler.note_progress()
+        self.profiler.note_progress()
         try:
-            return ray.get(getattr(self._pool, method).remote(self._token, *arguments))
+            return ray.get(reference)
         except ray.exceptions.RayTaskError as error:
             if isinstance(error.cause, GrpoRayError):
                 raise error.cause from None
@@ -193,17 +205,16 @@ class DedicatedEngine(LearnerEnd):
         requests = list(map(EngineRequest, prompts, sampling))
         self._call("submit", number, session, rank, requests)
         completions: dict[int, Completion] = {}
-        progress = 0
         while len(completions) < len(requests):
-            delivery = self._call("results", number, rank)
-            if delivery.progress != progress:
-                progress = delivery.progress
-                self.profiler.note_progress()
-            for index, completion in delivery.finished:
+            for index, completion in self._call("results", number, rank):
                 completions[index] = completion
                 on_finished(index, completion.token_ids)
         self._call("end_round", number, rank)
         return [completions[index] for index in range(len(requests))]
+
+    def disturb(self, number: int, kind: "Disturbance") -> None:
+        """Disturb an engine on purpose; see `EnginePool.disturb`."""
+        self._call("disturb", number, kind)
 
     def is_any_active(self, is_active: bool) -> bool:
         """Return True if any worker is active."""

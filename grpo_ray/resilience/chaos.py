@@ -42,15 +42,19 @@ FAULT_KINDS = {
     "hang": "a reward function never returns",
     "non-finite": "the loss of a step is NaN",
     "exception": "an exception in the training step",
+    "kill-engine": "SIGKILL of a dedicated engine while it generates",
+    "hang-engine": "a dedicated engine makes no further step",
 }
 """Kind of fault -> effect."""
 UPLOAD_FAULTS = {"kill-upload", "kill-commit", "storage-error"}
 """Faults injected at the first checkpoint at or after their step."""
-GENERATION_FAULTS = {"kill-generation", "hang"}
+ENGINE_FAULTS = {"kill-engine": "kill", "hang-engine": "hang"}
+"""Faults of dedicated engines, and the name of each in `EngineProcess.disturb`."""
+GENERATION_FAULTS = {"kill-generation", "hang", *ENGINE_FAULTS}
 """Faults injected while completions are collected, in the first optimizer step on a generation batch."""
 CORRUPTION_FAULTS = {"torn-checkpoint", "flipped-byte"}
 """Faults that damage the newest checkpoint."""
-FAULTS_WITHOUT_RESTART = {"storage-error", "non-finite"}
+FAULTS_WITHOUT_RESTART = {"storage-error", "non-finite", *ENGINE_FAULTS}
 """Faults after which no worker restarts."""
 STORAGE_ERROR_SECONDS = 5.0
 """Duration of the fault `storage-error`."""
@@ -73,6 +77,17 @@ class Fault:
     def marker(self) -> str:
         """Name of the marker file, which exists once the fault was injected."""
         return f"{self.kind}-step-{self.step}-worker-{self.rank}.json"
+
+
+def fault_kinds(has_dedicated_engines: bool) -> list[str]:
+    """Return the kinds of faults that a run can have."""
+    return [kind for kind in FAULT_KINDS if has_dedicated_engines or kind not in ENGINE_FAULTS]
+
+
+def require_engines(kinds: Sequence[str], has_dedicated_engines: bool) -> None:
+    """Raise ConfigError if a fault needs dedicated engines, and the run has none."""
+    if needing := [kind for kind in kinds if kind in ENGINE_FAULTS and not has_dedicated_engines]:
+        raise ConfigError(f"fault {needing[0]} needs dedicated engines; set engine.placement=dedicated")
 
 
 def plan_faults(
@@ -205,6 +220,7 @@ class FaultInjector:
         self.rank = rank
         self.folder = folder
         self.pending = [f for f in faults if f.rank % workers == rank and not was_injected(folder, f)]
+        self._engine: Any = None
         self._current_step: Callable[[], int] = lambda: 0
         self._save_steps = 1
         self._storage_fails_until = 0.0
@@ -215,7 +231,8 @@ class FaultInjector:
             return
         self._current_step = lambda: learner.state.global_step + 1
         self._save_steps = learner.args.save_steps
-        _wrap(learner.engine, "rounds", self._kill_while_generating)  # held-out measurements use `heldout_rounds`
+        self._engine = learner.engine
+        _wrap(learner.engine, "rounds", self._fail_while_generating)  # held-out measurements use `heldout_rounds`
         _wrap(learner.accelerator, "backward", self._before("kill-backward", lambda: _die_in_backward(learner.model)))
         _wrap(learner.collector.scorer, "score", self._before("hang", self._hang))
         _wrap(learner, "training_step", self._before("exception", _raise))
@@ -245,7 +262,7 @@ class FaultInjector:
         return wrapper
 
     @contextmanager
-    def _kill_while_generating(
+    def _fail_while_generating(
         self, original: Callable[[], AbstractContextManager[Callable[..., Any]]]
     ) -> Iterator[Callable[..., Any]]:
         with original() as run_round:
@@ -254,9 +271,23 @@ class FaultInjector:
                 if prompts and self._take_due("kill-generation"):
                     # At the first finished completion, while the others are still being generated.
                     return run_round(prompts, sampling, lambda index, token_ids: _die())
+                for kind, name in ENGINE_FAULTS.items():
+                    if prompts and self._take_due(kind):
+                        return run_round(prompts, sampling, self._disturb_engine(name, on_finished))
                 return run_round(prompts, sampling, on_finished)
 
             yield run
+
+    def _disturb_engine(self, kind: str, on_finished: Callable[..., None]) -> Callable[..., None]:
+        """Return a function that disturbs an engine when it is first called for a completion."""
+        pending = [kind]
+
+        def disturb(index: int, token_ids: list[int]) -> None:
+            if pending:
+                self._engine.disturb(self.rank, pending.pop())
+            on_finished(index, token_ids)
+
+        return disturb
 
     def _hang(self) -> None:
         """Sleep until the watchdog ends this process."""

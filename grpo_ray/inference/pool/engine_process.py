@@ -7,6 +7,7 @@ same order, and vLLM communicates in their process group, as among the workers t
 import contextlib
 import os
 import secrets
+import signal
 import tempfile
 import threading
 import time
@@ -14,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from grpo_ray.config.schema import Config
 from grpo_ray.device import compute_device, select_device
@@ -35,9 +36,8 @@ if TYPE_CHECKING:
 
 GROUP_TIMEOUT = timedelta(hours=2)
 """Timeout of the start of an engine's process group, in which other processes may still load libraries."""
-REPORT_SECONDS = 0.5
-"""Longest time between two reports of a round, so that the workers see progress while long completions run."""
-
+Disturbance = Literal["kill", "hang"]
+"""A process is killed, or makes no further step."""
 Address = tuple[str, int]
 """Host and port of the store of an engine's process group."""
 
@@ -70,22 +70,12 @@ class EngineFacts:
     """Address of its node."""
 
 
-@dataclass(frozen=True)
-class RoundReport:
-    """Part of a round's results."""
-
-    finished: list[tuple[int, Completion]]
-    """Completions that have finished since the last report, each with its index."""
-    progress: int
-    """Steps of the engine so far."""
-
-
 class RoundAborted(Exception):
     """The round is not needed any more: the attempt that it belongs to has ended."""
 
 
 class EngineProcess:
-    """A process of an engine. Its methods are called one after the other, but for `abort` and `pid`."""
+    """A process of an engine. Its methods are called one after the other, but for `abort`, `disturb` and `pid`."""
 
     def __init__(self, spec: EngineSpec, number: int, rank: int) -> None:
         """
@@ -100,6 +90,7 @@ class EngineProcess:
             spec.config.run.storage_path, spec.config.run.name, spec.config.run.storage_retry_seconds
         )
         self._aborted = threading.Event()
+        self._hangs = threading.Event()
         self._owner: Any = None
         """Owner of the keys and values in the prefix cache."""
 
@@ -230,8 +221,10 @@ class EngineProcess:
         with self._watched("comparing weights"):
             self._engine.prove_sums(learner)
 
-    def run(self, owner: Any, prompts: list[list[int]], sampling: list[dict[str, Any]]) -> Iterator[RoundReport]:
-        """Generate a completion for each prompt, and report them while others still run.
+    def run(
+        self, owner: Any, prompts: list[list[int]], sampling: list[dict[str, Any]]
+    ) -> Iterator[list[tuple[int, Completion]]]:
+        """Generate a completion for each prompt; yield those that have finished, each with its index.
 
         Args:
             owner: key of the work that may reuse keys and values of these prompts: a later call with the same key. The
@@ -250,18 +243,15 @@ class EngineProcess:
             engine.empty_prefix_cache()
             self._owner = owner
         self._aborted.clear()
-        finished: list[tuple[int, Completion]] = []
-        reported_at = time.monotonic()
         with self._watched("generating"), contextlib.closing(engine.steps(prompts, sampling)) as steps:
             for outputs in steps:
-                finished += [(index, completion_of(output)) for index, output in outputs]
                 # The processes of one engine must stop after the same step, so those of a shared one do not stop.
                 if self._aborted.is_set() and engine.tensor_parallel_size == 1:
                     raise RoundAborted
-                if finished or time.monotonic() - reported_at > REPORT_SECONDS:
-                    reported_at = time.monotonic()
-                    yield RoundReport(finished, engine.profiler.progress)
-                    finished = []
+                while self._hangs.is_set():
+                    time.sleep(1)  # until the watchdog ends this process
+                if outputs:
+                    yield [(index, completion_of(output)) for index, output in outputs]
 
     def follow(self, owner: Any, prompts: list[list[int]], sampling: list[dict[str, Any]]) -> None:
         """Take part in `run`, without results, in the other processes of an engine."""
@@ -271,6 +261,12 @@ class EngineProcess:
     def abort(self) -> None:
         """End the present round, if there is one."""
         self._aborted.set()
+
+    def disturb(self, kind: Disturbance) -> None:
+        """Fail on purpose."""
+        if kind == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        self._hangs.set()
 
     def pid(self) -> int:
         """Return the id of this process."""

@@ -26,7 +26,14 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from grpo_ray.errors import EngineError, GrpoRayError, SupersededError
-from grpo_ray.inference.pool.engine_process import Address, EngineFacts, EngineProcess, EngineSpec, RoundAborted
+from grpo_ray.inference.pool.engine_process import (
+    Address,
+    Disturbance,
+    EngineFacts,
+    EngineProcess,
+    EngineSpec,
+    RoundAborted,
+)
 from grpo_ray.inference.sampling import Completion
 from grpo_ray.resilience.error_triage import describe_worker_error
 
@@ -57,16 +64,6 @@ class EngineRequest:
     """Arguments of `vllm.SamplingParams`, with the request's own seed."""
 
 
-@dataclass(frozen=True)
-class Delivery:
-    """Answer to a worker that waits for its completions."""
-
-    finished: list[tuple[int, Completion]]
-    """Completions that have finished since the last answer, each with its index among the worker's requests."""
-    progress: int
-    """Number that changes while the engines work."""
-
-
 @dataclass
 class Version:
     """One version of the learner's weights."""
@@ -91,6 +88,11 @@ class Shard:
     losses: int = 0
     """Engines that have died on it."""
 
+    @property
+    def is_delivered(self) -> bool:
+        """True if all its requests are answered."""
+        return self.round.delivered.issuperset(self.rows)
+
 
 @dataclass(eq=False)
 class Round:
@@ -105,6 +107,8 @@ class Round:
     """Rank and index of the requests that are answered."""
     waiting: dict[int, list[tuple[int, Completion]]] = field(default_factory=dict)
     """Rank -> its completions that it has not fetched yet."""
+    ended: set[int] = field(default_factory=set)
+    """Ranks that have all their completions. Their requests stay, since a shard is repeated as a whole."""
 
 
 @dataclass(eq=False)
@@ -129,6 +133,8 @@ class Engine:
 class EnginePool:
     """Pool of a run's engines."""
 
+    process_class: type[EngineProcess] = EngineProcess
+
     def __init__(self, spec: EngineSpec) -> None:
         engine = spec.config.engine
         self._spec = spec
@@ -147,7 +153,6 @@ class EnginePool:
         self._numbers = itertools.count(1)
         self._precision: dict[str, torch.dtype] | None = None
         self._error: BaseException | None = None
-        self._progress = 0
         self.replaced = 0
         """Engines that were lost so far."""
 
@@ -264,8 +269,8 @@ class EnginePool:
                 self._pending.extend(divide(each, self._most))
                 self._changed.notify_all()
 
-    async def results(self, token: str, number: int, rank: int) -> Delivery:
-        """Return the completions of a worker that have finished since the last call.
+    async def results(self, token: str, number: int, rank: int) -> list[tuple[int, Completion]]:
+        """Return the completions of a worker that have finished since the last call, each with its index.
 
         Waits for at most `POLL_SECONDS` if there are none.
 
@@ -279,15 +284,27 @@ class EnginePool:
         self._require_current(token)
         waiting = self._rounds[number].waiting
         finished, waiting[rank] = waiting[rank], []
-        return Delivery(finished, self._progress)
+        return finished
 
     async def end_round(self, token: str, number: int, rank: int) -> None:
         """Forget a round, once every worker has its completions."""
         async with self._changed:
             if token == self._token and (each := self._rounds.get(number)) is not None:
-                each.requests.pop(rank, None)
-                if not each.requests:
+                each.ended.add(rank)
+                if len(each.ended) == self._workers:
                     del self._rounds[number]
+
+    async def disturb(self, token: str, number: int, kind: Disturbance) -> None:
+        """Disturb a started engine on purpose, one that works if any does (`resilience/chaos.py`).
+
+        Args:
+            number: chooses among them.
+        """
+        self._require_current(token)
+        started = self._started()
+        engines = [engine for engine in started if engine.shard is not None] or started
+        process = engines[number % len(engines)].processes[0]
+        process.disturb.options(concurrency_group=CONTROL).remote(kind)
 
     async def engines(self) -> list[dict[str, Any]]:
         """Return the state of each engine, for displays and tests."""
@@ -378,7 +395,7 @@ class EnginePool:
     def _process(self, engine: Engine, rank: int) -> Any:
         cluster = self._spec.config.cluster
         return (
-            ray.remote(concurrency_groups={CONTROL: 1})(EngineProcess)
+            ray.remote(concurrency_groups={CONTROL: 1})(self.process_class)
             .options(
                 num_cpus=cluster.cpus_per_worker,
                 num_gpus=1 if cluster.use_gpu else 0,
@@ -436,10 +453,9 @@ class EnginePool:
         followers = [process.follow.remote(owner, prompts, sampling) for process in others]
         try:
             async for reference in first.run.options(num_returns="streaming").remote(owner, prompts, sampling):
-                report = await reference
+                finished = await reference
                 async with self._changed:
-                    self._progress += 1
-                    for place, completion in report.finished:
+                    for place, completion in finished:
                         rank, index = key = shard.rows[place]
                         if key not in each.delivered:  # an engine that has died may have delivered it
                             each.delivered.add(key)
@@ -464,7 +480,7 @@ class EnginePool:
                     self._error = EngineError(f"engine {engine.number} cannot be started: {text}")
             else:
                 self.replaced += 1
-            if shard is not None and shard.round.token == self._token:
+            if shard is not None and shard.round.token == self._token and not shard.is_delivered:
                 shard.losses += 1
                 if shard.losses < MAX_LOSSES:
                     self._pending.appendleft(shard)

@@ -1,0 +1,127 @@
+"""Dedicated engines without vLLM, in real Ray actors: their completions are a function of request and weights."""
+
+import os
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+
+from grpo_ray.errors import SyncError
+from grpo_ray.inference.pool.engine_process import EngineFacts, EngineProcess, RoundAborted
+from grpo_ray.inference.pool.pool import EnginePool, EngineRequest
+from grpo_ray.inference.pool.weights import chunks
+from grpo_ray.inference.sampling import Completion
+from grpo_ray.inference.weight_proof import LearnerSums
+
+POISON = 666
+"""First token of a prompt that kills the engine."""
+SLOW = 999
+"""First token of a prompt that takes until a file is there."""
+
+
+class FakeProcess(EngineProcess):
+    """An engine whose weights are one number, and whose completion is the seed, the number and the prompt's length."""
+
+    def __init__(self, spec: Any, number: int, rank: int) -> None:
+        self._spec, self._number, self._rank = spec, number, rank
+        self._aborted, self._hangs = threading.Event(), threading.Event()
+        self.weight = -1
+        self.owner: Any = None
+
+    def start(self, store: Any, lora_ranks: Mapping[str, int] | None) -> EngineFacts:
+        if Path(self._spec.model_path, "cannot-start").exists():
+            raise RuntimeError("no memory for the weights")
+        return EngineFacts("fake", 100, 10, ray.get_runtime_context().get_node_id())
+
+    def load(self, chunks: Sequence[Any], updates: Any) -> dict[str, torch.dtype]:
+        for chunk in chunks:
+            (stored,) = ray.get(chunk)
+            self.weight = int(stored.tensor())
+        return {"weight": torch.float32}
+
+    def prove(self, learner: LearnerSums) -> None:
+        if Path(self._spec.model_path, f"stale-{self._number}").exists():
+            self.weight -= 1
+        if learner.sums["weight"] != self.weight:
+            raise SyncError("the engine does not hold the learner's weights")
+
+    def run(
+        self, owner: Any, prompts: list[list[int]], sampling: list[dict[str, Any]]
+    ) -> Iterator[list[tuple[int, Completion]]]:
+        self._aborted.clear()
+        folder = Path(self._spec.model_path)
+        for index, (prompt, arguments) in enumerate(zip(prompts, sampling, strict=True)):
+            if prompt[0] == POISON:
+                os._exit(1)
+            if prompt[0] == SLOW:
+                (folder / f"waiting-{self._number}").touch()
+                while not (folder / "go").exists():
+                    time.sleep(0.02)
+                    if self._aborted.is_set():
+                        raise RoundAborted
+            tokens = [arguments["seed"], self.weight, len(prompt)]
+            yield [(index, Completion(tokens, False, [0.0] * 3, []))]
+
+
+class FakePool(EnginePool):
+    process_class = FakeProcess
+
+
+class Client:
+    """All workers of an attempt, in one process."""
+
+    def __init__(self, pool: Any, token: str, workers: int = 1) -> None:
+        self.pool, self.token, self.workers = pool, token, workers
+        self.rounds = 0
+        self.call("begin", workers, None)
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        return ray.get(getattr(self.pool, method).remote(self.token, *arguments), timeout=300)
+
+    def load(self, weight: int) -> None:
+        stored = [ray.put(chunk) for chunk in chunks([("weight", torch.tensor(weight))])]
+        assert self.call("load", stored, []) == {"weight": torch.float32}
+
+    def prove(self, weight: int) -> int:
+        return int(self.call("prove", LearnerSums({"weight": weight}, {"weight": 1})))
+
+    def sync(self, weight: int) -> int:
+        self.load(weight)
+        return self.prove(weight)
+
+    def submit(self, *prompts_of_workers: list[list[int]]) -> int:
+        self.rounds += 1
+        for rank, prompts in enumerate(prompts_of_workers):
+            requests = [EngineRequest(prompt, {"seed": 10 * rank + i}) for i, prompt in enumerate(prompts)]
+            self.call("submit", self.rounds, 1, rank, requests)
+        return self.rounds
+
+    def collect(self, number: int, rank: int, count: int) -> list[list[int]]:
+        found: dict[int, list[int]] = {}
+        while len(found) < count:
+            for index, completion in self.call("results", number, rank):
+                assert index not in found
+                found[index] = completion.token_ids
+        self.call("end_round", number, rank)
+        return [found[index] for index in range(count)]
+
+    def sample(self, *prompts_of_workers: list[list[int]]) -> list[list[list[int]]]:
+        number = self.submit(*prompts_of_workers)
+        return [self.collect(number, rank, len(each)) for rank, each in enumerate(prompts_of_workers)]
+
+
+class Notes:
+    """Stands for the run's coordinator."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def record_event(self, event: str, what: str) -> None:
+        self.notes.append(what)
+
+    def read(self) -> list[str]:
+        return self.notes
