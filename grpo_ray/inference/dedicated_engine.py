@@ -156,9 +156,10 @@ class DedicatedEngine(LearnerEnd):
         assert self._precision is not None
         sums = learner_sums(self.weights_to_prove(), self._precision)
         require_equal_learners(all_gather_object(sums.digest))
-        if is_rank_zero():
-            self._call("prove", sums)
-        all_gather_object(None)  # no worker sends requests before the proof
+        counts = self._call("prove", sums) if is_rank_zero() else None
+        # No worker sends requests before the proof.
+        engines, lost = all_gather_object(counts)[0]
+        self.metrics = {"engine/count": engines, "engine/replaced": lost}
         self.proofs += 1
 
     @in_phase("generate")

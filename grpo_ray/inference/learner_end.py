@@ -50,6 +50,8 @@ class LearnerEnd(VLLMGeneration):
         processing = 1 if self.config.sampling.processing else 0
         self.training_sampling = training_sampling(self.config) | {"logprobs": processing}
         """Arguments of `vllm.SamplingParams` for a completion of training, without its seed."""
+        self.metrics: dict[str, float] = {}
+        """Metrics of the engines after the latest proof."""
         super().__init__(model, accelerator, tokenizer, mode="colocate", **arguments)
 
     @property

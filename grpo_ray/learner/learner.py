@@ -507,6 +507,7 @@ class Learner(GRPOTrainer):
         self.sync_checker.reset()
         self.sample_reader.start_step(self.state.global_step + 1)
         self.rollout = self.collector.collect(rows)
+        self.append_metrics(self.engine.metrics)
         self.hooks.record_groups(list(self.rollout.groups))
         size = len(rows) // self.schedule.parts
         # Shuffled as in TRL, with the same generator, but within the rows of each optimizer step.

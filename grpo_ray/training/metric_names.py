@@ -62,6 +62,14 @@ METRICS: dict[str, tuple[str, str]] = {
         "Mean gap of tokens after a result. If it is far above the first turn's, engine and learner read different "
         "results.",
     ),
+    "engine/count": (
+        "engine/count",
+        "Dedicated engines that held the step's weights; with engine.placement=dedicated only.",
+    ),
+    "engine/replaced": (
+        "engine/replaced",
+        "Dedicated engines that were lost in this launch so far; another is started in the place of each.",
+    ),
     "reward/verifier_timeouts": (
         "reward/verifier_timeouts",
         "Mean number of completions per call whose grading hit a limit or crashed; they count as wrong.",

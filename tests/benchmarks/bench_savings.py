@@ -64,6 +64,7 @@ class FakeEngine:
     training_sampling: ClassVar[dict[str, Any]] = {}
     description = "no engine"
     proofs = 0
+    metrics: ClassVar[dict[str, float]] = {}
 
     def __init__(self, longest: int = LONGEST) -> None:
         self.longest = longest

@@ -28,7 +28,7 @@ class FakeProcess(EngineProcess):
 
     def __init__(self, spec: Any, number: int, rank: int) -> None:
         self._spec, self._number, self._rank = spec, number, rank
-        self._aborted, self._hangs = threading.Event(), threading.Event()
+        self._ended, self._hangs = set(), threading.Event()
         self.weight = -1
         self.owner: Any = None
 
@@ -50,9 +50,8 @@ class FakeProcess(EngineProcess):
             raise SyncError("the engine does not hold the learner's weights")
 
     def run(
-        self, owner: Any, prompts: list[list[int]], sampling: list[dict[str, Any]]
+        self, token: str, owner: Any, prompts: list[list[int]], sampling: list[dict[str, Any]]
     ) -> Iterator[list[tuple[int, Completion]]]:
-        self._aborted.clear()
         folder = Path(self._spec.model_path)
         for index, (prompt, arguments) in enumerate(zip(prompts, sampling, strict=True)):
             if prompt[0] == POISON:
@@ -61,7 +60,7 @@ class FakeProcess(EngineProcess):
                 (folder / f"waiting-{self._number}").touch()
                 while not (folder / "go").exists():
                     time.sleep(0.02)
-                    if self._aborted.is_set():
+                    if token in self._ended:
                         raise RoundAborted
             tokens = [arguments["seed"], self.weight, len(prompt)]
             yield [(index, Completion(tokens, False, [0.0] * 3, []))]
@@ -87,7 +86,8 @@ class Client:
         assert self.call("load", stored, []) == {"weight": torch.float32}
 
     def prove(self, weight: int) -> int:
-        return int(self.call("prove", LearnerSums({"weight": weight}, {"weight": 1})))
+        engines, _ = self.call("prove", LearnerSums({"weight": weight}, {"weight": 1}))
+        return int(engines)
 
     def sync(self, weight: int) -> int:
         self.load(weight)

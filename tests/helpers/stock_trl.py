@@ -57,6 +57,7 @@ class ScriptedEngine:
         self.longest = longest
         self.syncs: list[threading.Thread] = []
         self.proofs = 0
+        self.metrics: dict[str, float] = {}
         self.proven: list[tuple[int, torch.Tensor, torch.Tensor]] = []
         """Step, and log-probabilities of learner and engine, of each check of the sync."""
 

@@ -89,7 +89,8 @@ class EngineProcess:
         self._folder = RunFolder(
             spec.config.run.storage_path, spec.config.run.name, spec.config.run.storage_retry_seconds
         )
-        self._aborted = threading.Event()
+        self._ended: set[str] = set()
+        """Attempts that have ended."""
         self._hangs = threading.Event()
         self._owner: Any = None
         """Owner of the keys and values in the prefix cache."""
@@ -222,11 +223,12 @@ class EngineProcess:
             self._engine.prove_sums(learner)
 
     def run(
-        self, owner: Any, prompts: list[list[int]], sampling: list[dict[str, Any]]
+        self, token: str, owner: Any, prompts: list[list[int]], sampling: list[dict[str, Any]]
     ) -> Iterator[list[tuple[int, Completion]]]:
         """Generate a completion for each prompt; yield those that have finished, each with its index.
 
         Args:
+            token: the attempt that the work is for.
             owner: key of the work that may reuse keys and values of these prompts: a later call with the same key. The
                 cached ones of another owner are deleted first, so that a result does not depend on what the engine
                 did before.
@@ -234,33 +236,32 @@ class EngineProcess:
             sampling: (B,) arguments of `vllm.SamplingParams`, each with its own seed.
 
         Raises:
-            RoundAborted: after a call of `abort`.
+            RoundAborted: the attempt has ended.
         """
         from grpo_ray.inference.sampling import completion_of
 
         engine = self._engine
-        if owner != self._owner:
+        if (token, owner) != self._owner:
             engine.empty_prefix_cache()
-            self._owner = owner
-        self._aborted.clear()
+            self._owner = (token, owner)
         with self._watched("generating"), contextlib.closing(engine.steps(prompts, sampling)) as steps:
             for outputs in steps:
                 # The processes of one engine must stop after the same step, so those of a shared one do not stop.
-                if self._aborted.is_set() and engine.tensor_parallel_size == 1:
+                if token in self._ended and engine.tensor_parallel_size == 1:
                     raise RoundAborted
                 while self._hangs.is_set():
                     time.sleep(1)  # until the watchdog ends this process
                 if outputs:
                     yield [(index, completion_of(output)) for index, output in outputs]
 
-    def follow(self, owner: Any, prompts: list[list[int]], sampling: list[dict[str, Any]]) -> None:
+    def follow(self, token: str, owner: Any, prompts: list[list[int]], sampling: list[dict[str, Any]]) -> None:
         """Take part in `run`, without results, in the other processes of an engine."""
-        for _ in self.run(owner, prompts, sampling):
+        for _ in self.run(token, owner, prompts, sampling):
             pass
 
-    def abort(self) -> None:
-        """End the present round, if there is one."""
-        self._aborted.set()
+    def abort(self, token: str) -> None:
+        """End all work for an attempt that has ended."""
+        self._ended.add(token)
 
     def disturb(self, kind: Disturbance) -> None:
         """Fail on purpose."""

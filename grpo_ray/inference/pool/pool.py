@@ -153,8 +153,8 @@ class EnginePool:
         self._numbers = itertools.count(1)
         self._precision: dict[str, torch.dtype] | None = None
         self._error: BaseException | None = None
-        self.replaced = 0
-        """Engines that were lost so far."""
+        self._lost = 0
+        """Engines that were lost after they had started."""
 
     # The driver's calls
 
@@ -197,7 +197,7 @@ class EnginePool:
         for engine in self._engines.values():
             if engine.shard is not None:
                 for process in engine.processes:
-                    process.abort.options(concurrency_group=CONTROL).remote()
+                    process.abort.options(concurrency_group=CONTROL).remote(engine.shard.round.token)
         # Only now, when the workers have their resources, further engines may take what is free.
         further = [self._keep(number, self._reserve_group()) for number in range(len(self._tasks), self._most)]
         self._tasks += map(asyncio.create_task, further)
@@ -231,8 +231,11 @@ class EnginePool:
         assert self._precision is not None
         return self._precision
 
-    async def prove(self, token: str, sums: "LearnerSums") -> int:
-        """Prove that every engine that runs holds the version that was loaded last; return their number.
+    async def prove(self, token: str, sums: "LearnerSums") -> tuple[int, int]:
+        """Prove that every engine that runs holds the version that was loaded last.
+
+        Returns:
+            The number of these engines, and of those that were lost so far.
 
         Raises:
             SyncError: an engine holds other weights.
@@ -252,7 +255,7 @@ class EnginePool:
             return bool(started) and all(each.proven == version.number for each in started)
 
         await self._wait_until(token, is_proven)
-        return len(self._started())
+        return len(self._started()), self._lost
 
     async def submit(self, token: str, number: int, owner: Any, rank: int, requests: Sequence[EngineRequest]) -> None:
         """Submit a worker's requests for a round; it begins once every worker has submitted its own.
@@ -448,11 +451,11 @@ class EnginePool:
         each = shard.round
         requests = [each.requests[rank][index] for rank, index in shard.rows]
         prompts, sampling = [each.prompt for each in requests], [each.sampling for each in requests]
-        owner = (each.token, engine.proven, each.owner, shard.number)
+        work = each.token, (engine.proven, each.owner, shard.number), prompts, sampling
         first, *others = engine.processes
-        followers = [process.follow.remote(owner, prompts, sampling) for process in others]
+        followers = [process.follow.remote(*work) for process in others]
         try:
-            async for reference in first.run.options(num_returns="streaming").remote(owner, prompts, sampling):
+            async for reference in first.run.options(num_returns="streaming").remote(*work):
                 finished = await reference
                 async with self._changed:
                     for place, completion in finished:
@@ -472,6 +475,7 @@ class EnginePool:
         shard = engine.shard
         text = describe_worker_error(error)
         async with self._changed:
+            self._engines.pop(engine.number, None)
             if isinstance(cause, GrpoRayError):
                 # Wrong weights, a prompt that is too long, a node that does not fit: another engine would say the same.
                 self._error = cause
@@ -479,7 +483,7 @@ class EnginePool:
                 if failed_starts >= MAX_FAILED_STARTS:
                     self._error = EngineError(f"engine {engine.number} cannot be started: {text}")
             else:
-                self.replaced += 1
+                self._lost += 1
             if shard is not None and shard.round.token == self._token and not shard.is_delivered:
                 shard.losses += 1
                 if shard.losses < MAX_LOSSES:

@@ -199,10 +199,15 @@ class _Sketch:
         name = [Segment(self.glyphs.rule * 2 + " ", DIM), Segment(view.name or "run", BOLD), Segment(" ")]
         right = [duration(self.now - view.started)]
         if view.attempts and not self.is_narrow:
-            right.insert(0, f"{view.workers} {self.unit}{'s' if view.workers != 1 else ''}")
+            right.insert(0, ", ".join(self.processes()))
         end = f" {'  '.join(right)} {self.glyphs.rule * 2}"
         space = self.columns - _length(name) - len(end)
         return [*name, Segment(self.glyphs.rule * max(0, space) + end, DIM)]
+
+    def processes(self) -> list[str]:
+        """Return the number of workers, and of dedicated engines if there are any, as texts."""
+        counts = {self.unit: self.view.workers, "engine": self.view.engines}
+        return [f"{count} {name}{'s' * (count != 1)}" for name, count in counts.items() if count]
 
     @property
     def unit(self) -> str:

@@ -272,6 +272,11 @@ class RunView:
         return sum(each * value for each, value in weighted) / seconds / self.workers if seconds else None
 
     @property
+    def engines(self) -> int:
+        """Number of dedicated engines in the latest step; 0 with colocated ones."""
+        return int(self.rows[-1].get("engine/count", 0)) if self.rows else 0
+
+    @property
     def time_shares(self) -> dict[str, float]:
         """Shares of the recent steps' time by category of phases; empty if it was not measured."""
         seconds = seconds_by_category(seconds_by_phase(self.rows))
