@@ -109,6 +109,9 @@ CONFIG = TestFiles(
     integration=("learner/test_learner.py", *RUNS),
     fault_injection=("test_resume.py",),
 )  # fmt: skip
+ENGINE = TestFiles(
+    integration=("inference/test_engine.py", "inference/test_weight_proof.py", *RUNS, "models/test_lora.py")
+)
 CHECKPOINTS = TestFiles(
     unit=("storage/test_checkpoints.py",), integration=RUNS, fault_injection=("test_resume.py", "test_chaos.py")
 )
@@ -210,9 +213,10 @@ TESTS: dict[str, TestFiles] = {
         unit=("inference/test_cpu_sampler.py",),
         integration=("inference/test_cpu_sampler.py", "inference/test_engine.py"),
     ),
-    "inference/engine.py": TestFiles(
-        integration=("inference/test_engine.py", "inference/test_weight_proof.py", *RUNS, "models/test_lora.py")
-    ),
+    "inference/dedicated_engine.py": TestFiles(unit=("inference/test_dedicated_engine.py",)),
+    "inference/engine.py": ENGINE,
+    "inference/learner_end.py": ENGINE,
+    "inference/local_engine.py": ENGINE,
     "inference/quantized_base.py": TestFiles(
         unit=("models/test_quantized.py",), integration=("inference/test_adapters.py",)
     ),
@@ -973,9 +977,9 @@ FAULTS = (
     # Proven weight sync
     Fault(
         "tolerance-times-100",
-        "inference/engine.py",
-        "DEFAULT_LOGPROB_TOLERANCE[config.dtype] if tolerance is None",
-        "100 * DEFAULT_LOGPROB_TOLERANCE[config.dtype] if tolerance is None",
+        "inference/learner_end.py",
+        "DEFAULT_LOGPROB_TOLERANCE[self.config.dtype] if tolerance is None",
+        "100 * DEFAULT_LOGPROB_TOLERANCE[self.config.dtype] if tolerance is None",
     ),
     Fault(
         "gap-that-is-no-number-passes",
@@ -985,15 +989,15 @@ FAULTS = (
     ),
     Fault(
         "unsynced-parameters-not-noticed",
-        "inference/engine.py",
+        "inference/local_engine.py",
         "if missing := sorted(expected - loaded):",
         "if missing := sorted(loaded - expected):",
     ),
     Fault(
         "norms-withheld-from-the-sync",
         "inference/engine.py",
-        "weights, parameters = self._iter_named_params(), self._parameters()",
-        'weights, parameters = ((n, w) for n, w in self._iter_named_params() if "norm" not in n), self._parameters()',
+        "self.receive_weights(self._iter_named_params(),",
+        'self.receive_weights(((n, w) for n, w in self._iter_named_params() if "norm" not in n),',
     ),
     Fault(
         "codes-of-int4-in-the-other-order",
@@ -1035,7 +1039,7 @@ FAULTS = (
     ),
     Fault(
         "requests-without-their-adapter",
-        "inference/engine.py",
+        "inference/local_engine.py",
         "lora_request=None if self.slot is None else self.slot.request,",
         "lora_request=None,",
         integration=("inference/test_adapters.py",),
@@ -1060,21 +1064,21 @@ FAULTS = (
     ),
     Fault(
         "every-other-packed-layer-stays-stale",
-        "inference/engine.py",
+        "inference/local_engine.py",
         "for layer in self._repackable_layers:",
         "for layer in self._repackable_layers[::2]:",
     ),
     Fault(
         "prefix-cache-survives-a-sync",
         "inference/engine.py",
-        "        self._empty_prefix_cache()\n        self._prove_weights()",
+        "        self.empty_prefix_cache()\n        self._prove_weights()",
         "        self._prove_weights()",
     ),
     Fault(
         "no-checksums-after-a-sync",
         "inference/engine.py",
-        "        self._empty_prefix_cache()\n        self._prove_weights()",
-        "        self._empty_prefix_cache()",
+        "        self.empty_prefix_cache()\n        self._prove_weights()",
+        "        self.empty_prefix_cache()",
         integration=("inference/test_weight_proof.py", "driver/test_run.py"),
     ),
     Fault(
@@ -1101,6 +1105,20 @@ FAULTS = (
         "numbers[name] = add_sums(parts)",
         "numbers[name] = parts[0]",
         integration=("test_sharding.py",),
+    ),
+    Fault(
+        "learners-of-other-workers-not-compared",
+        "inference/dedicated_engine.py",
+        "if digest != digests[0]]:",
+        "if digest == digests[0]][:0]:",
+    ),
+    Fault(
+        "digest-without-the-sums",
+        "inference/weight_proof.py",
+        "repr(sorted(self.sums.items()))",
+        "repr(sorted(self.sums))",
+        unit=("inference/test_dedicated_engine.py",),
+        integration=(),
     ),
     Fault(
         "plain-sum-of-the-bits",

@@ -24,8 +24,7 @@ def observe_faults(policy: str, settings: Sequence[str]) -> dict[str, Any]:
     from grpo_ray.config.loader import load_config
     from grpo_ray.data.arithmetic import arithmetic_problems
     from grpo_ray.errors import SyncError
-    from grpo_ray.inference import cpu_packing
-    from grpo_ray.inference import engine as engine_module
+    from grpo_ray.inference import cpu_packing, local_engine
     from grpo_ray.inference.engine import Engine
     from grpo_ray.inference.vllm_internals import engine_model
     from grpo_ray.learner.learner import LearnerHooks, build_learner
@@ -151,7 +150,7 @@ def observe_faults(policy: str, settings: Sequence[str]) -> dict[str, Any]:
     def freeze() -> None:
         frozen.update({name: weight.clone() for name, weight in engine._iter_named_params()})
 
-    pack, packs = engine_module.pack_on_next_use, itertools.count()
+    pack, packs = local_engine.pack_on_next_use, itertools.count()
     faults: dict[str, Fault] = {
         "none": engine.sync_weights,
         "stale step": lambda: None,
@@ -162,9 +161,9 @@ def observe_faults(policy: str, settings: Sequence[str]) -> dict[str, Any]:
         "swapped queries and keys": then(swap_queries_and_keys),
         "one bit": then(flip_a_bit),
         "stale packed layers": without(
-            "pack_on_next_use", engine_module, lambda layer: pack(layer) if next(packs) % 2 else None
+            "pack_on_next_use", local_engine, lambda layer: pack(layer) if next(packs) % 2 else None
         ),
-        "stale prefix cache": without("_empty_prefix_cache", engine, lambda: None),
+        "stale prefix cache": without("empty_prefix_cache", engine, lambda: None),
     }
     if config.model.lora:
         faults["missing adapter"] = without("_iter_named_params", Engine, sent_without_adapter)

@@ -47,7 +47,7 @@ SCRIPTS = {
 AT_IMPORT = {
     "starlette": {"inference.endpoint", "pages.watch.api", "pages.watch.server"},
     "uvicorn": {"inference.endpoint", "pages.watch.server"},
-    "vllm": {"inference.engine", "inference.trl_without_trackers"},
+    "vllm": {"inference.local_engine", "inference.trl_without_trackers"},
     "trl": {
         "inference.trl_without_trackers",
         "learner.advantages",
@@ -61,9 +61,12 @@ AT_IMPORT = {
         "data.split",
         "driver.attack",
         "driver.cluster.connection",
+        "driver.engines",
         "driver.run",
         "driver.trainer",
         "evaluation.evaluate",
+        "inference.dedicated_engine",
+        "inference.pool.pool",
         "observers.follower",
         "observers.monitoring.ray_metrics",
         "resilience.controller_callback",
@@ -82,7 +85,10 @@ AT_IMPORT = {
         "inference.cpu_packing",
         "inference.cpu_sampler",
         "inference.engine",
+        "inference.learner_end",
+        "inference.local_engine",
         "inference.lora_requests",
+        "inference.pool.weights",
         "inference.quantized_base",
         "inference.shared_base",
         "inference.sync_proof",
@@ -135,10 +141,18 @@ ANYWHERE = {
     "trl": AT_IMPORT["trl"]
     | {"learner.sharding", "rewards.format", "rewards.length", "rewards.reward_models", "tools.template"},
     "ray": AT_IMPORT["ray"]
-    | {"data.mixture", "data.stream", "driver.preflight.audit", "rewards.reward_models", "storage.ray_snapshot"},
+    | {
+        "data.mixture",
+        "data.stream",
+        "driver.preflight.audit",
+        "inference.pool.engine_process",
+        "rewards.reward_models",
+        "storage.ray_snapshot",
+    },
     "torch": AT_IMPORT["torch"]
     | {
         "device",
+        "inference.pool.engine_process",
         "inference.vllm_internals",
         "learner.sharding_settings",
         "models.memory",

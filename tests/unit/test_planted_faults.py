@@ -10,7 +10,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 INVARIANTS = (
-    "data/ledger.py", "data/split.py", "data/stream.py", "inference/arguments.py", "inference/engine.py",
+    "data/ledger.py", "data/split.py", "data/stream.py", "inference/arguments.py", "inference/dedicated_engine.py",
+    "inference/engine.py", "inference/learner_end.py", "inference/local_engine.py", "inference/pool/",
     "inference/sync_proof.py", "inference/weight_", "learner/", "rewards/", "storage/checkpoint", "storage/fencing.py",
     "training/problem_loader.py", "training/start_point.py", "training/attempt.py",
 )  # fmt: skip

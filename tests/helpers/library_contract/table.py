@@ -83,12 +83,12 @@ PATHS: dict[str, tuple[str, ...]] = {
         "vllm.lora.layers.base_linear:BaseLinearLayerWithLoRA.lora_b_stacked",
         "vllm.lora.layers.base_linear:BaseLinearLayerWithLoRA.output_slices",
     ),
-    "grpo_ray/inference/engine.py": (
+    "grpo_ray/inference/local_engine.py": (
         "vllm.outputs:RequestOutput.request_id",
         "vllm.outputs:RequestOutput.outputs",
         "vllm.outputs:CompletionOutput.token_ids",
-        "transformers.modeling_utils:PreTrainedModel.name_or_path",
     ),
+    "grpo_ray/inference/engine.py": ("transformers.modeling_utils:PreTrainedModel.name_or_path",),
     "grpo_ray/inference/sampling.py": (
         "vllm.outputs:CompletionOutput.logprobs",
         "vllm.outputs:CompletionOutput.finish_reason",
@@ -146,16 +146,9 @@ that we pass: `module:function(positional, keyword=)`."""
 INHERITED: dict[str, tuple[str, ...]] = {
     "grpo_ray.data.split:StepDataConfig": ("__init__", "configure"),
     "grpo_ray.resilience.controller_callback:CoordinatorCallback": ("after_exception", "after_report"),
-    "grpo_ray.inference.engine:Engine": (
-        "__init__",
-        "_init_vllm",
-        "_iter_named_params",
-        "_llm_weights_sleeping",
-        "enable_sleep_mode",
-        "llm",
-        "sync_weights",
-        "tp_group",
-    ),
+    "grpo_ray.inference.dedicated_engine:DedicatedEngine": ("_init_vllm", "sync_weights"),
+    "grpo_ray.inference.engine:Engine": ("_init_vllm", "_llm_weights_sleeping", "sync_weights"),
+    "grpo_ray.inference.learner_end:LearnerEnd": ("__init__", "_iter_named_params"),
     "grpo_ray.learner.learner:Learner": (
         "__init__",
         "_clip_grad_norm",
@@ -239,8 +232,8 @@ KEYWORDS = (
         "grpo_ray/inference/sampling.py", "training_sampling", ("return", "text"), "vllm.sampling_params:SamplingParams"
     ),
     Keywords(
-        "grpo_ray/inference/engine.py",
-        "Engine.__init__",
+        "grpo_ray/inference/learner_end.py",
+        "LearnerEnd.__init__",
         ("self.training_sampling",),
         "vllm.sampling_params:SamplingParams",
     ),
@@ -257,8 +250,8 @@ KEYWORDS = (
 
 WORDS: dict[str, dict[str, str]] = {
     "grpo_ray/inference/arguments.py": {"processed_logprobs": "vllm.config.model"},
+    "grpo_ray/inference/local_engine.py": {"external_launcher": "vllm.v1.executor.abstract"},
     "grpo_ray/inference/engine.py": {
-        "external_launcher": "vllm.v1.executor.abstract",
         "weights": "vllm.v1.worker.gpu_worker",
         "kv_cache": "vllm.v1.worker.gpu_worker",
     },
@@ -283,6 +276,9 @@ we pass, and for what is compiled or made at run time, so that its definition ca
 
 OPTIONS = "ray._common.ray_option_utils"
 """Module with the options of `ray.remote(...)` and `.options(...)`."""
+
+CALL_OPTIONS = "ray.actor:ActorMethod._remote"
+"""Method whose parameters are the options of one call of an actor, `actor.method.options(...)`."""
 
 ENVIRONMENT = {"VLLM": "vllm.envs", "TRL": "trl", "RAY": "ray"}
 """Prefix of environment variables -> module, or package, that reads them."""
@@ -434,9 +430,22 @@ def _check_options(tree: SourceTree, root: Path, file: Path) -> Iterator[Check]:
     known = words_of(module.path) if isinstance(module, Module) else frozenset()
     for node in ast.walk(parse(file)):
         if isinstance(node, ast.Call) and re.fullmatch(r"ray\.remote|.*\.options", ast.unparse(node.func)):
+            is_call = isinstance(node.func, ast.Attribute) and isinstance(node.func.value, ast.Attribute)
             for each in node.keywords:
-                problem = None if each.arg in known else f"is no option in {OPTIONS}"
-                yield Check("ray", _relative(root, file), node.lineno, f"ray.remote({each.arg}=)", problem)
+                if is_call:
+                    problem, use = _call_problem(tree, str(each.arg)), f"actor.method.options({each.arg}=)"
+                else:
+                    problem = None if each.arg in known else f"is no option in {OPTIONS}"
+                    use = f"ray.remote({each.arg}=)"
+                yield Check("ray", _relative(root, file), node.lineno, use, problem)
+
+
+def _call_problem(tree: SourceTree, option: str) -> str | None:
+    """Return the problem with an option of one call of an actor."""
+    found = tree.find(CALL_OPTIONS)
+    if not isinstance(found, Function):
+        return f"cannot be checked: there is no {CALL_OPTIONS}"
+    return tree.signature(found, bound=True).problem(0, [option])
 
 
 def _check_environment(tree: SourceTree, root: Path, file: Path) -> Iterator[Check]:
