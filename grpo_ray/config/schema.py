@@ -550,6 +550,9 @@ class EngineConfig:
     nodes do. The completions do not depend on it."""
     tensor_parallel_size: PositiveInt = 1
     """GPUs that each dedicated engine spans, on one node. Colocated engines: see `grpo.vllm_tensor_parallel_size`."""
+    transport: Literal["object_store", "nccl"] | None = None
+    """Way of the weights to dedicated engines: "object_store" copies them through the machines' memory; "nccl" sends
+    them from GPU to GPU, after a first version through the object store. null (derived): "object_store"."""
     gpu_memory_utilization: Fraction | None = None
     """Fraction of one GPU's memory reserved for the engine. Without GPUs it has no effect; see `cpu_cache_gib`. null
     (derived): 0.3 for a colocated engine, 0.9 for a dedicated one."""

@@ -6,29 +6,32 @@ with those of the other workers.
 """
 
 import secrets
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import ray
+import torch
+from torch.distributed import TCPStore
 
 from grpo_ray.config.schema import Config
 from grpo_ray.distributed import all_gather_object, is_rank_zero
 from grpo_ray.errors import GrpoRayError, SyncError
 from grpo_ray.inference.learner_end import LearnerEnd
-from grpo_ray.inference.pool.pool import EngineRequest
-from grpo_ray.inference.pool.weights import chunks
+from grpo_ray.inference.pool.broadcast import Channel, open_store
+from grpo_ray.inference.pool.messages import Announced, Announcement, EngineFacts, EngineRequest
+from grpo_ray.inference.pool.weights import chunks, dtype_name
 from grpo_ray.inference.sampling import Completion, OnFinished, RunRound, ignore_finished, require_space
 from grpo_ray.inference.weight_proof import learner_sums
 from grpo_ray.models.adapters import lora_updates, require_plain_lora
 from grpo_ray.telemetry.profiler import PhaseProfiler, in_phase
 
 if TYPE_CHECKING:
-    import torch
     from accelerate import Accelerator
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from grpo_ray.inference.pool.engine_process import Disturbance, EngineFacts
+    from grpo_ray.inference.pool.engine_process import Disturbance
 
 
 WAIT_SECONDS = 1.0
@@ -69,6 +72,13 @@ class DedicatedEngine(LearnerEnd):
         self._sessions = 0
         self._precision: Mapping[str, torch.dtype] | None = None
         self._sent_frozen_weights = False
+        self._sent: list[Announced] = []
+        """Weights of the first version, in the order in which they were sent."""
+        self._announced = False
+        """True if the next version is broadcast."""
+        self._members: tuple[int, ...] = ()
+        self._store: TCPStore | None = None
+        self._channel: Channel | None = None
         super().__init__(model, accelerator, tokenizer)
 
     def _init_vllm(self) -> None:
@@ -93,7 +103,7 @@ class DedicatedEngine(LearnerEnd):
         try:
             return ray.get(reference)
         except ray.exceptions.RayTaskError as error:
-            if isinstance(error.cause, GrpoRayError):
+            if isinstance(error.cause, GrpoRayError | ConnectionError):
                 raise error.cause from None
             raise
 
@@ -120,6 +130,10 @@ class DedicatedEngine(LearnerEnd):
         Raises:
             SyncError: a parameter of an engine was not set, or differs from the learner's weights.
         """
+        if self._announced:
+            self._broadcast_weights()
+            self._prove()
+            return
         updates = list(lora_updates(self._adapted)) if self._requests_name_adapter else None
         stored: list[Any] = []
         precision = None
@@ -130,18 +144,49 @@ class DedicatedEngine(LearnerEnd):
             on_host = [] if updates is None else [ray.put([update.to("cpu") for update in updates])]
             precision = self._call("load", stored, on_host)
         if self._precision is None:
-            self._precision = all_gather_object(precision)[0]
+            named: Mapping[str, str] = all_gather_object(precision)[0]
+            self._precision = {name: getattr(torch, dtype) for name, dtype in named.items()}
         self._prove()
 
     def _store_weights(self) -> list[Any]:
         """Put all weights into the object store, on rank 0; return the references."""
         weights = self._iter_named_params()
+        stored: list[Any] = []
         if is_rank_zero():
-            return [ray.put(chunk) for chunk in chunks(weights)]
-        if self.config.cluster.shard_learner:  # its weights are gathered on all workers
+            for chunk in chunks(weights):
+                stored.append(ray.put(chunk))
+                self._sent += [Announced(each.name, dtype_name(each.dtype), each.shape) for each in chunk]
+        elif self.config.cluster.shard_learner:  # its weights are gathered on all workers
             for _ in weights:
                 pass
-        return []
+        # The first version goes through the store, and tells which weights there are.
+        self._announced = self.config.engine.transport == "nccl" and not self._requests_name_adapter
+        return stored
+
+    def _broadcast_weights(self) -> None:
+        """Send all weights to all engines at once, from rank 0."""
+        weights = self._iter_named_params()
+        if not is_rank_zero():
+            if self.config.cluster.shard_learner:
+                for _ in weights:
+                    pass
+            return
+        members = self._call("members")
+        if members != self._members:
+            self._store, self._channel, self._members = open_store(), None, members
+        assert self._store is not None
+        size = 1 + len(members) * self.config.engine.tensor_parallel_size
+        address = ray.util.get_node_ip_address(), self._store.port
+        announcement = Announcement(address, members, size, tuple(self._sent))
+
+        def send() -> None:
+            if self._channel is None:
+                self._channel = Channel(self._store, 0, size, self.accelerator.device)
+            self._channel.send(weights)
+
+        # In a thread: a broadcast to an engine that is lost does not return, but the call below does.
+        threading.Thread(target=send, name="sending weights", daemon=True).start()
+        self._call("receive", announcement)
 
     @in_phase("sync")
     def prove_weights(self) -> None:
@@ -156,7 +201,7 @@ class DedicatedEngine(LearnerEnd):
         assert self._precision is not None
         sums = learner_sums(self.weights_to_prove(), self._precision)
         require_equal_learners(all_gather_object(sums.digest))
-        counts = self._call("prove", sums) if is_rank_zero() else None
+        counts = self._call("prove", [ray.put(sums)]) if is_rank_zero() else None
         # No worker sends requests before the proof.
         engines, lost = all_gather_object(counts)[0]
         self.metrics = {"engine/count": engines, "engine/replaced": lost}

@@ -9,7 +9,8 @@ import ray
 from lone_process import lone_process_group
 
 from grpo_ray.errors import SyncError
-from grpo_ray.inference.pool.engine_process import EngineFacts, EngineProcess
+from grpo_ray.inference.pool.engine_process import EngineProcess
+from grpo_ray.inference.pool.messages import EngineFacts
 from grpo_ray.inference.pool.pool import EnginePool
 
 COMPLETIONS = 12

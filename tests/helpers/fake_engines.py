@@ -8,14 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import ray
-import torch
 
 from grpo_ray.errors import SyncError
-from grpo_ray.inference.pool.engine_process import EngineFacts, EngineProcess, RoundAborted
-from grpo_ray.inference.pool.pool import EnginePool, EngineRequest
-from grpo_ray.inference.pool.weights import chunks
+from grpo_ray.inference.pool.engine_process import EngineProcess, RoundAborted
+from grpo_ray.inference.pool.messages import EngineFacts, EngineRequest
+from grpo_ray.inference.pool.pool import EnginePool
 from grpo_ray.inference.sampling import Completion
-from grpo_ray.inference.weight_proof import LearnerSums
 
 POISON = 666
 """First token of a prompt that kills the engine."""
@@ -37,16 +35,15 @@ class FakeProcess(EngineProcess):
             raise RuntimeError("no memory for the weights")
         return EngineFacts("fake", 100, 10, ray.get_runtime_context().get_node_id())
 
-    def load(self, chunks: Sequence[Any], updates: Any) -> dict[str, torch.dtype]:
+    def load(self, chunks: Sequence[Any], updates: Any) -> dict[str, str]:
         for chunk in chunks:
-            (stored,) = ray.get(chunk)
-            self.weight = int(stored.tensor())
-        return {"weight": torch.float32}
+            self.weight = ray.get(chunk)
+        return {"weight": "float32"}
 
-    def prove(self, learner: LearnerSums) -> None:
+    def prove(self, learner: Any) -> None:
         if Path(self._spec.model_path, f"stale-{self._number}").exists():
             self.weight -= 1
-        if learner.sums["weight"] != self.weight:
+        if learner != self.weight:
             raise SyncError("the engine does not hold the learner's weights")
 
     def run(
@@ -82,11 +79,10 @@ class Client:
         return ray.get(getattr(self.pool, method).remote(self.token, *arguments), timeout=300)
 
     def load(self, weight: int) -> None:
-        stored = [ray.put(chunk) for chunk in chunks([("weight", torch.tensor(weight))])]
-        assert self.call("load", stored, []) == {"weight": torch.float32}
+        assert self.call("load", [ray.put(weight)], []) == {"weight": "float32"}
 
     def prove(self, weight: int) -> int:
-        engines, _ = self.call("prove", LearnerSums({"weight": weight}, {"weight": 1}))
+        engines, _ = self.call("prove", [ray.put(weight)])
         return int(engines)
 
     def sync(self, weight: int) -> int:

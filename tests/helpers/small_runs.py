@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-TIMING_METRICS = re.compile("phase/|step/.|.*/tokens_per_second")
-"""Matches the names of metrics that are timings and differ between equal runs."""
+TIMING_METRICS = re.compile("phase/|step/.|.*/tokens_per_second|.*/idle_share|engine/(round_seconds|count|replaced)")
+"""Matches the names of metrics that are timings, or count engines, and differ between equal runs."""
 
 
 def short_warm_up(name: str, folder: Path, steps: int) -> Path:

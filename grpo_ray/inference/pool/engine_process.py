@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from grpo_ray.config.schema import Config
 from grpo_ray.device import compute_device, select_device
+from grpo_ray.inference.pool.messages import Address, Announcement, EngineFacts
 from grpo_ray.inference.sampling import Completion
 from grpo_ray.resilience.nodes import check_joined_node
 from grpo_ray.resilience.watchdog import Watchdog
@@ -38,8 +39,6 @@ GROUP_TIMEOUT = timedelta(hours=2)
 """Timeout of the start of an engine's process group, in which other processes may still load libraries."""
 Disturbance = Literal["kill", "hang"]
 """A process is killed, or makes no further step."""
-Address = tuple[str, int]
-"""Host and port of the store of an engine's process group."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,17 +56,6 @@ class EngineSpec:
     """Environment variables of the engines' processes."""
     coordinator: Any
     """Handle of the run's `RunCoordinator` actor."""
-
-
-@dataclass(frozen=True)
-class EngineFacts:
-    """Properties of a started engine."""
-
-    description: str
-    max_model_len: int
-    vocabulary_size: int
-    node: str
-    """Address of its node."""
 
 
 class RoundAborted(Exception):
@@ -94,6 +82,8 @@ class EngineProcess:
         self._hangs = threading.Event()
         self._owner: Any = None
         """Owner of the keys and values in the prefix cache."""
+        self._members: tuple[int, ...] = ()
+        """Members of the group of the last broadcast."""
 
     def open_store(self) -> Address:
         """Open the store of the engine's process group, in its first process; return its address."""
@@ -182,7 +172,7 @@ class EngineProcess:
             backend, store=shared, rank=self._rank, world_size=size, timeout=GROUP_TIMEOUT
         )
 
-    def load(self, chunks: Sequence["Chunk"], updates: Sequence["LoraUpdate"] | None) -> dict[str, "torch.dtype"]:
+    def load(self, chunks: Sequence["Chunk"], updates: Sequence["LoraUpdate"] | None) -> dict[str, str]:
         """Replace the engine's weights.
 
         Args:
@@ -191,7 +181,7 @@ class EngineProcess:
             updates: updates of that adapter; None without one.
 
         Returns:
-            The precision in which the engine holds each weight (`WeightProof.precision`).
+            The name of the precision in which the engine holds each weight (`WeightProof.precision`).
 
         Raises:
             SyncError: a parameter of the engine was not set.
@@ -207,11 +197,33 @@ class EngineProcess:
             if updates is not None:
                 assert engine.slot is not None
                 engine.slot.send(updates)
-            engine.empty_prefix_cache()
-            self._owner = None
-            engine.profiler.wait_for_device()
-        precision: dict[str, torch.dtype] = engine.weight_proof.precision()
-        return precision
+            return self._end_load()
+
+    def receive(self, announcement: Announcement, rank: int) -> dict[str, str]:
+        """Replace the engine's weights by those that the learner broadcasts; see `load`.
+
+        Args:
+            announcement: the version that is about to be sent.
+            rank: this process's rank in the group of the broadcast.
+        """
+        from grpo_ray.inference.pool.broadcast import Channel, join_store
+
+        engine = self._engine
+        with self._watched("receiving weights"):
+            if self._members != announcement.members:
+                self._channel = Channel(join_store(announcement.store), rank, announcement.size, engine.device)
+                self._members = announcement.members
+            engine.receive_weights(self._channel.receive(announcement.weights))
+            return self._end_load()
+
+    def _end_load(self) -> dict[str, str]:
+        from grpo_ray.inference.pool.weights import dtype_name
+
+        engine = self._engine
+        engine.empty_prefix_cache()
+        self._owner = None
+        engine.profiler.wait_for_device()
+        return {name: dtype_name(dtype) for name, dtype in engine.weight_proof.precision().items()}
 
     def prove(self, learner: "LearnerSums") -> None:
         """Compare the engine's weights with the learner's checksums.

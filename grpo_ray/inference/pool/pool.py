@@ -18,7 +18,7 @@ import itertools
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ray
 import ray.exceptions
@@ -27,20 +27,14 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from grpo_ray.errors import EngineError, GrpoRayError, SupersededError
 from grpo_ray.inference.pool.engine_process import (
-    Address,
     Disturbance,
-    EngineFacts,
     EngineProcess,
     EngineSpec,
     RoundAborted,
 )
+from grpo_ray.inference.pool.messages import Address, Announcement, EngineFacts, EngineRequest
 from grpo_ray.inference.sampling import Completion
 from grpo_ray.resilience.error_triage import describe_worker_error
-
-if TYPE_CHECKING:
-    import torch
-
-    from grpo_ray.inference.weight_proof import LearnerSums
 
 POLL_SECONDS = 1.0
 """Longest time that a request for results waits before it is answered without new ones."""
@@ -54,16 +48,6 @@ RETRY_SECONDS = 2.0
 """Pause before an engine whose start failed is started again."""
 
 
-@dataclass(frozen=True)
-class EngineRequest:
-    """One request for a completion."""
-
-    prompt: list[int]
-    """(P,) token ids."""
-    sampling: dict[str, Any]
-    """Arguments of `vllm.SamplingParams`, with the request's own seed."""
-
-
 @dataclass
 class Version:
     """One version of the learner's weights."""
@@ -73,8 +57,14 @@ class Version:
     """References to the weights in the object store; those of the frozen weights if requests name an adapter."""
     updates: Any
     """Reference to the updates of that adapter; None without one."""
-    sums: "LearnerSums | None" = None
-    """Checksums of the learner's weights; None until they are computed."""
+    announcement: Announcement | None = None
+    """Weights that are broadcast to some engines; None if every engine can load them from the object store."""
+    sums: Any = None
+    """Reference to the checksums of the learner's weights (`LearnerSums`); None until they are computed."""
+
+    def is_for(self, engine: "Engine") -> bool:
+        """Return True if an engine can get this version."""
+        return self.announcement is None or engine.incarnation in self.announcement.members
 
 
 @dataclass(eq=False)
@@ -116,6 +106,8 @@ class Engine:
     """A running engine."""
 
     number: int
+    incarnation: int
+    """Different for each engine that was ever started."""
     group: PlacementGroup
     processes: list[Any]
     """Handles of its processes, by rank in the engine."""
@@ -151,7 +143,8 @@ class EnginePool:
         self._workers = 0
         self._version: Version | None = None
         self._numbers = itertools.count(1)
-        self._precision: dict[str, torch.dtype] | None = None
+        self._incarnations = itertools.count(1)
+        self._precision: dict[str, str] | None = None
         self._error: BaseException | None = None
         self._lost = 0
         """Engines that were lost after they had started."""
@@ -204,7 +197,7 @@ class EnginePool:
         await self._wait_until(token, lambda: bool(self._started()))
         return [engine.facts for engine in self._started() if engine.facts is not None]
 
-    async def load(self, token: str, chunks: list[Any], updates: list[Any]) -> "dict[str, torch.dtype]":
+    async def load(self, token: str, chunks: list[Any], updates: list[Any]) -> dict[str, str]:
         """Begin to load a version of the weights into all engines.
 
         Args:
@@ -212,7 +205,7 @@ class EnginePool:
             updates: a reference to the updates of that adapter, in a list; an empty list without one.
 
         Returns:
-            The precision in which the engines hold each weight.
+            The name of the precision in which the engines hold each weight.
 
         Raises:
             SyncError: an engine did not take the weights.
@@ -231,8 +224,34 @@ class EnginePool:
         assert self._precision is not None
         return self._precision
 
-    async def prove(self, token: str, sums: "LearnerSums") -> tuple[int, int]:
+    async def members(self, token: str) -> tuple[int, ...]:
+        """Return the incarnations of the engines that can receive a broadcast, in the order of their ranks."""
+        self._require_current(token)
+        return tuple(sorted(engine.incarnation for engine in self._started()))
+
+    async def receive(self, token: str, announcement: Announcement) -> dict[str, str]:
+        """Let the engines receive a version of the weights that rank 0 broadcasts; see `load`.
+
+        Raises:
+            ConnectionError: an engine was lost meanwhile.
+        """
+        async with self._changed:
+            self._require_current(token)
+            version = self._version = Version(next(self._numbers), [], None, announcement)
+            self._changed.notify_all()
+
+        def is_received() -> bool:
+            return all(each.loaded == version.number for each in self._started() if version.is_for(each))
+
+        await self._wait_until(token, is_received)
+        assert self._precision is not None
+        return self._precision
+
+    async def prove(self, token: str, sums: list[Any]) -> tuple[int, int]:
         """Prove that every engine that runs holds the version that was loaded last.
+
+        Args:
+            sums: a reference to the checksums of the learner's weights (`LearnerSums`), in a list.
 
         Returns:
             The number of these engines, and of those that were lost so far.
@@ -245,17 +264,17 @@ class EnginePool:
             self._require_current(token)
             version = self._version
             assert version is not None
-            version.sums = sums
+            (version.sums,) = sums
             for engine in self._engines.values():
                 engine.proven = 0  # again before each use, although the weights may be the same
             self._changed.notify_all()
 
         def is_proven() -> bool:
-            started = self._started()
-            return bool(started) and all(each.proven == version.number for each in started)
+            engines = [each for each in self._started() if version.is_for(each)]
+            return bool(engines) and all(each.proven == version.number for each in engines)
 
         await self._wait_until(token, is_proven)
-        return len(self._started()), self._lost
+        return sum(each.proven == version.number for each in self._started()), self._lost
 
     async def submit(self, token: str, number: int, owner: Any, rank: int, requests: Sequence[EngineRequest]) -> None:
         """Submit a worker's requests for a round; it begins once every worker has submitted its own.
@@ -361,7 +380,7 @@ class EnginePool:
                 async with self._changed:
                     while self._error is not None:
                         await self._changed.wait()
-                engine = Engine(number, group, [])
+                engine = Engine(number, next(self._incarnations), group, [])
                 try:
                     await group.ready()
                     await self._start(engine)
@@ -420,16 +439,25 @@ class EnginePool:
         async with self._changed:
             while True:
                 version = self._version
-                if version is not None and engine.loaded != version.number:
-                    return lambda: self._load(engine, version)
-                if version is not None and version.sums is not None and engine.proven != version.number:
-                    return lambda: self._prove(engine, version)
-                if self._pending and version is not None and engine.proven == version.number:
-                    shard = engine.shard = self._pending.popleft()
-                    return lambda: self._run(engine, shard)
+                if version is not None and version.is_for(engine):
+                    if engine.loaded != version.number:
+                        return lambda: self._load(engine, version)
+                    if version.sums is not None and engine.proven != version.number:
+                        return lambda: self._prove(engine, version)
+                    if self._pending and engine.proven == version.number:
+                        shard = engine.shard = self._pending.popleft()
+                        return lambda: self._run(engine, shard)
                 await self._changed.wait()
 
     async def _load(self, engine: Engine, version: Version) -> None:
+        if (announcement := version.announcement) is not None:
+            first = 1 + announcement.members.index(engine.incarnation) * self._size
+            received = [
+                process.receive.remote(announcement, first + rank) for rank, process in enumerate(engine.processes)
+            ]
+            self._precision = (await asyncio.gather(*received))[0]
+            engine.loaded = version.number
+            return
         chunks = [] if engine.has_frozen_weights else version.chunks
         try:
             # A list of references, which the engine fetches one after the other.
@@ -469,6 +497,18 @@ class EnginePool:
             pass
         engine.shard = None
 
+    def _require_weights_of(self, lost: Engine, reason: str) -> None:
+        """End the attempt if nobody can send the weights again that an engine had or waited for."""
+        version = self._version
+        if version is None or version.announcement is None or not version.is_for(lost):
+            return
+        if lost.loaded == version.number and any(each.loaded == version.number for each in self._started()):
+            return
+        self._error = ConnectionError(
+            f"engine {lost.number} was lost ({reason}) while or after the weights were broadcast, and no engine can go "
+            "on with them; the workers send them again when they restart"
+        )
+
     async def _lose(self, engine: Engine, error: Exception, failed_starts: int) -> None:
         """React to the end of an engine: repeat its shard, or end the run."""
         cause = getattr(error, "cause", None) or error
@@ -484,6 +524,7 @@ class EnginePool:
                     self._error = EngineError(f"engine {engine.number} cannot be started: {text}")
             else:
                 self._lost += 1
+                self._require_weights_of(engine, text)
             if shard is not None and shard.round.token == self._token and not shard.is_delivered:
                 shard.losses += 1
                 if shard.losses < MAX_LOSSES:

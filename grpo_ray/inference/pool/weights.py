@@ -37,6 +37,11 @@ class StoredTensor:
         return flat.view(self.dtype).view(self.shape)
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a precision in torch, such as "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
+
+
 Chunk = list[StoredTensor]
 
 

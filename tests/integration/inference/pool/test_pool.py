@@ -2,7 +2,8 @@
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,46 +15,61 @@ from fake_engines import POISON, SLOW, Client, FakePool, Notes
 from grpo_ray.config.loader import load_config
 from grpo_ray.errors import EngineError, SupersededError, SyncError
 from grpo_ray.inference.pool.engine_process import EngineSpec
-from grpo_ray.inference.pool.pool import EngineRequest, Round, divide
+from grpo_ray.inference.pool.messages import EngineRequest
+from grpo_ray.inference.pool.pool import Round, divide
 
 LIMIT = 300.0
 """Seconds that a test waits for an engine on a busy machine."""
 
-Start = Callable[..., Any]
 
-
-@pytest.fixture
+@pytest.fixture(scope="module")
 def notes(cluster: None) -> Any:
     return ray.remote(num_cpus=0)(Notes).remote()
 
 
-@pytest.fixture
-def start_pool(notes: Any, tmp_path: Path) -> Iterator[Start]:
-    """Return a function that starts a pool; `tmp_path` has the files that engines react to."""
-    pools = []
-
-    def start(replicas: str = "2", tensor_parallel_size: int = 1) -> Any:
-        config = load_config(
-            None,
-            [
-                "engine.placement=dedicated",
-                f"engine.replicas={replicas}",
-                f"engine.tensor_parallel_size={tensor_parallel_size}",
-                "cluster.cpus_per_worker=1",
-            ],
-        )
-        spec = EngineSpec(
-            config=config, model_path=str(tmp_path), max_num_seqs=8, versions={}, environment={}, coordinator=notes
-        )
-        pool = ray.remote(num_cpus=0, max_concurrency=100)(FakePool).remote(spec)
-        pools.append(pool)
+@contextmanager
+def running_pool(notes: Any, folder: Path, replicas: str, tensor_parallel_size: int = 1) -> Iterator[Any]:
+    """Keep a pool running. Its engines react to files in the folder."""
+    config = load_config(
+        None,
+        [
+            "engine.placement=dedicated",
+            f"engine.replicas={replicas}",
+            f"engine.tensor_parallel_size={tensor_parallel_size}",
+            "cluster.cpus_per_worker=1",
+        ],
+    )
+    spec = EngineSpec(
+        config=config, model_path=str(folder), max_num_seqs=8, versions={}, environment={}, coordinator=notes
+    )
+    pool = ray.remote(num_cpus=0, max_concurrency=100)(FakePool).remote(spec)
+    try:
         ray.get(pool.reserve.remote(), timeout=LIMIT)
-        return pool
-
-    yield start
-    for pool in pools:
+        yield pool
+    finally:
         ray.get(pool.stop.remote(), timeout=LIMIT)
         ray.kill(pool)
+
+
+@pytest.fixture(scope="module")
+def folder_of_two(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("two")
+
+
+@pytest.fixture(scope="module")
+def two_engines(notes: Any, folder_of_two: Path) -> Iterator[Any]:
+    with running_pool(notes, folder_of_two, "2") as pool:
+        Client(pool, "first")
+        wait_for_engines(pool, 2)
+        yield pool
+
+
+@pytest.fixture
+def folder(folder_of_two: Path) -> Path:
+    """The empty folder of the two engines."""
+    for file in folder_of_two.iterdir():
+        file.unlink()
+    return folder_of_two
 
 
 def engines(pool: Any) -> list[dict[str, Any]]:
@@ -67,8 +83,8 @@ def wait_for_engines(pool: Any, count: int) -> None:
     wait_for(started, f"{count} engines", LIMIT)
 
 
-def test_pool_answers_each_worker_in_its_order(start_pool: Start) -> None:
-    client = Client(start_pool("2"), "a", workers=2)
+def test_pool_answers_each_worker_in_its_order(two_engines: Any) -> None:
+    client = Client(two_engines, "order", workers=2)
     client.sync(7)
     first, second = client.sample([[1], [1], [2, 2]], [[3], [3]])
     assert first == [[0, 7, 1], [1, 7, 1], [2, 7, 2]]
@@ -76,71 +92,23 @@ def test_pool_answers_each_worker_in_its_order(start_pool: Start) -> None:
     assert client.sample([], [[3]]) == [[], [[10, 7, 1]]]  # a worker without requests takes part
 
 
-def test_pool_uses_each_engine_and_new_weights(start_pool: Start, tmp_path: Path) -> None:
-    pool = start_pool("2")
-    client = Client(pool, "a")
-    wait_for_engines(pool, 2)
+def test_pool_uses_each_engine_and_new_weights(two_engines: Any, folder: Path) -> None:
+    client = Client(two_engines, "both")
     assert client.sync(1) == 2
     number = client.submit([[SLOW], [SLOW, SLOW]])
-    wait_for(lambda: len(list(tmp_path.glob("waiting-*"))) == 2, "both engines at work", LIMIT)
-    (tmp_path / "go").touch()
+    wait_for(lambda: len(list(folder.glob("waiting-*"))) == 2, "both engines at work", LIMIT)
+    (folder / "go").touch()
     assert client.collect(number, 0, 2) == [[0, 1, 1], [1, 1, 2]]
     client.sync(2)
     assert client.sample([[5]]) == [[[0, 2, 1]]]
 
 
-def test_pool_repeats_the_shard_of_a_killed_engine(start_pool: Start, tmp_path: Path, notes: Any) -> None:
-    pool = start_pool("1")
-    client = Client(pool, "a")
-    client.sync(4)
-    number = client.submit([[1], [SLOW]])
-    wait_for((tmp_path / "waiting-0").exists, "the engine at work", LIMIT)
-    (engine,) = engines(pool)
-    os.kill(engine["pids"][0], signal.SIGKILL)
-    (tmp_path / "go").touch()
-    # The first completion was delivered by the killed engine; the client would notice a second delivery.
-    assert client.collect(number, 0, 2) == [[0, 4, 1], [1, 4, 1]]
-    assert any("engine 0 was lost and is started again" in note for note in ray.get(notes.read.remote()))
-    assert client.prove(4) == 1
-
-
-def test_pool_ends_the_run_if_a_shard_kills_two_engines(start_pool: Start) -> None:
-    client = Client(start_pool("1"), "a")
-    client.sync(0)
-    number = client.submit([[POISON]])
-    with pytest.raises(EngineError, match="2 engines have died on the same 1 completions"):
-        client.collect(number, 0, 1)
-    with pytest.raises(EngineError):  # a new attempt would send the same requests
-        Client(client.pool, "b")
-
-
-def test_pool_ends_the_run_if_no_engine_can_be_started(start_pool: Start, tmp_path: Path) -> None:
-    (tmp_path / "cannot-start").touch()
-    with pytest.raises(EngineError, match="engine 0 cannot be started: RuntimeError: no memory for the weights"):
-        Client(start_pool("1"), "a")
-
-
-def test_pool_passes_on_that_an_engine_holds_other_weights(start_pool: Start, tmp_path: Path) -> None:
-    pool = start_pool("2")
-    client = Client(pool, "a")
-    wait_for_engines(pool, 2)
-    client.load(3)
-    (tmp_path / "stale-1").touch()
-    with pytest.raises(SyncError, match="does not hold the learner's weights"):
-        client.prove(3)
-    (tmp_path / "stale-1").unlink()
-    again = Client(pool, "b")  # the next attempt starts the engine anew
-    again.sync(3)
-    assert again.sample([[1]]) == [[[0, 3, 1]]]
-
-
-def test_pool_ends_the_work_for_an_earlier_attempt(start_pool: Start, tmp_path: Path) -> None:
-    pool = start_pool("1")
-    client = Client(pool, "a")
+def test_pool_ends_the_work_for_an_earlier_attempt(two_engines: Any, folder: Path) -> None:
+    client = Client(two_engines, "earlier")
     client.sync(1)
-    number = client.submit([[SLOW]])
-    wait_for((tmp_path / "waiting-0").exists, "the engine at work", LIMIT)
-    again = Client(pool, "b")
+    number = client.submit([[SLOW], [SLOW, SLOW]])
+    wait_for(lambda: len(list(folder.glob("waiting-*"))) == 2, "both engines at work", LIMIT)
+    again = Client(two_engines, "later")
     again.sync(2)
     assert again.sample([[1]]) == [[[0, 2, 1]]]  # although the file that the first round waits for is not there
     with pytest.raises(SupersededError):
@@ -149,23 +117,64 @@ def test_pool_ends_the_work_for_an_earlier_attempt(start_pool: Start, tmp_path: 
         client.load(1)
 
 
-def test_pool_of_shared_engines_starts_all_processes_on_one_node(start_pool: Start) -> None:
-    pool = start_pool("1", tensor_parallel_size=2)
-    client = Client(pool, "a")
-    client.sync(5)
-    (engine,) = engines(pool)
-    assert len(set(engine["pids"])) == 2
-    assert client.sample([[1], [2]]) == [[[0, 5, 1], [1, 5, 1]]]
+def test_pool_repeats_the_shard_of_a_killed_engine(two_engines: Any, folder: Path, notes: Any) -> None:
+    client = Client(two_engines, "killed")
+    client.sync(4)
+    number = client.submit([[1], [2], [SLOW]])  # the first and the last one are of one shard
+    wait_for(lambda: list(folder.glob("waiting-*")), "an engine at work", LIMIT)
+    (engine,) = [each for each in engines(two_engines) if each["busy"]]
+    os.kill(engine["pids"][0], signal.SIGKILL)
+    (folder / "go").touch()
+    # The first completion was delivered by the killed engine; the client would notice a second delivery.
+    assert client.collect(number, 0, 3) == [[0, 4, 1], [1, 4, 1], [2, 4, 1]]
+    lost = f"engine {engine['number']} was lost and is started again"
+    assert any(lost in note for note in ray.get(notes.read.remote()))
+    wait_for_engines(two_engines, 2)
+    assert client.prove(4) == 2  # the new engine has received the weights
 
 
-def test_pool_grows_to_the_most_engines_once_workers_have_begun(start_pool: Start) -> None:
-    pool = start_pool("[1, 2]")
-    wait_for_engines(pool, 1)
-    client = Client(pool, "a")
-    client.sync(9)
-    wait_for_engines(pool, 2)
-    wait_for(lambda: all(engine["version"] for engine in engines(pool)), "the weights in the second engine", LIMIT)
-    assert client.prove(9) == 2
+def test_pool_passes_on_that_an_engine_holds_other_weights(two_engines: Any, folder: Path) -> None:
+    client = Client(two_engines, "stale")
+    wait_for_engines(two_engines, 2)
+    client.load(3)
+    (folder / "stale-1").touch()
+    with pytest.raises(SyncError, match="does not hold the learner's weights"):
+        client.prove(3)
+    (folder / "stale-1").unlink()
+    again = Client(two_engines, "mended")  # the next attempt starts the engine anew
+    again.sync(3)
+    assert again.sample([[1]]) == [[[0, 3, 1]]]
+
+
+def test_pool_ends_the_run_if_a_shard_kills_two_engines(notes: Any, tmp_path: Path) -> None:
+    with running_pool(notes, tmp_path, "1") as pool:
+        client = Client(pool, "a")
+        client.sync(0)
+        number = client.submit([[POISON]])
+        with pytest.raises(EngineError, match="2 engines have died on the same 1 completions"):
+            client.collect(number, 0, 1)
+        with pytest.raises(EngineError):  # a new attempt would send the same requests
+            Client(pool, "b")
+
+
+def test_pool_ends_the_run_if_no_engine_can_be_started(notes: Any, tmp_path: Path) -> None:
+    (tmp_path / "cannot-start").touch()
+    with (
+        running_pool(notes, tmp_path, "1") as pool,
+        pytest.raises(EngineError, match="engine 0 cannot be started: RuntimeError: no memory for the weights"),
+    ):
+        Client(pool, "a")
+
+
+def test_pool_grows_to_the_most_engines_of_several_processes(notes: Any, tmp_path: Path) -> None:
+    with running_pool(notes, tmp_path, "[1, 2]", tensor_parallel_size=2) as pool:
+        assert len(engines(pool)) <= 1  # until the workers have begun
+        client = Client(pool, "a")
+        client.sync(9)
+        wait_for_engines(pool, 2)
+        assert client.prove(9) == 2
+        assert len({pid for engine in engines(pool) for pid in engine["pids"]}) == 4
+        assert client.sample([[1], [2]]) == [[[0, 9, 1], [1, 9, 1]]]
 
 
 def requests(*prompts: int) -> list[EngineRequest]:

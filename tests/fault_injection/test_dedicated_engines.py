@@ -1,0 +1,138 @@
+"""Tests of real runs with dedicated engines: engines, workers, the driver and nodes are killed."""
+
+import json
+import os
+import signal
+import subprocess
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from failing_storage import wait_for
+from faulty_runs import SETTINGS, outcome, outcome_of, same, start
+from several_nodes import several_nodes
+from small_runs import count_uses, events_of, groups_of, rows_of, small_settings
+
+from grpo_ray.resilience.chaos import Fault
+
+LONG = 600.0
+"""Time limit for an event on a busy machine, seconds."""
+DEDICATED = [*SETTINGS, "engine.placement=dedicated", "engine.replicas=2", "cluster.cpus_per_worker=1"]
+FAULTS = {
+    "generation": [Fault("kill-engine", 2, 0), Fault("kill-generation", 4, 1), Fault("hang-engine", 8, 1)],
+    "learning": [Fault("kill-backward", 2, 1), Fault("exception", 5, 0), Fault("kill-engine", 9, 1)],
+    "checkpoint": [Fault("kill-upload", 3, 0), Fault("kill-commit", 6, 0), Fault("kill-engine", 7, 0)],
+}
+"""Phase -> faults of engines and workers in it. Checkpoints are at steps 3, 6, 9 and 10."""
+
+
+def staleness(steps: int) -> list[str]:
+    return [f"rollout.max_staleness={steps}", "grpo.max_completion_length=24"] if steps else []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("steps", [0, 1, 2, 4])
+def test_run_with_killed_engines_and_workers_equals_undisturbed(small_run: Callable[..., Any], steps: int) -> None:
+    settings = [*DEDICATED, *staleness(steps), "cluster.num_workers=2"]
+    whole = outcome(small_run, "whole", [], *settings)
+    for phase, faults in FAULTS.items():
+        killed = outcome(small_run, phase, faults, *settings)
+        same(killed, whole)
+    groups = whole["groups"]
+    assert Counter(group["step"] for group in groups) == dict.fromkeys(range(1, 11), 4)
+    assert all(set(epoch.values()) == {1} for epoch in count_uses(groups).values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("steps", [0, 1, 2])
+def test_run_after_a_killed_driver_equals_undisturbed(policy: Path, tmp_path: Path, steps: int) -> None:
+    def run(name: str) -> list[str]:
+        return [*small_settings(name, tmp_path, policy), *DEDICATED, *staleness(steps), "cluster.num_workers=1"]
+
+    def finish(name: str) -> None:
+        driver = start(run(name))
+        output, _ = driver.communicate(timeout=LONG)
+        assert driver.returncode == 0, output
+
+    finish("whole")
+    driver, folder = start(run("killed")), tmp_path / "killed"
+    wait_for(lambda: (folder / "metrics.jsonl").exists() and rows_of(folder)[-1]["step"] >= 4, "step 4", LONG)
+    driver.kill()
+    driver.communicate(timeout=LONG)
+    finish("killed")
+    assert len(events_of(folder, "launched")) == 2
+    same(outcome_of(folder), outcome_of(tmp_path / "whole"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("steps", [0, 2])
+def test_completions_do_not_depend_on_workers_and_engines(small_run: Callable[..., Any], steps: int) -> None:
+    """The engines get the same shards from one worker and from two, with one engine and with two."""
+    completions = []
+    for workers, replicas in (1, "2"), (2, "2"), (1, "[1, 2]"):
+        settings = [f"cluster.num_workers={workers}", f"engine.replicas={replicas}", "grpo.learning_rate=0"]
+        _, folder = small_run(f"run-{len(completions)}", *DEDICATED, *staleness(steps), *settings)
+        completions.append({
+            (group["step"], group["problem"]): group["completions"] for group in groups_of(folder)
+        })  # fmt: skip
+    assert completions[1] == completions[0]
+    assert completions[2] == completions[0]
+
+
+@pytest.mark.slow
+def test_dedicated_run_equals_colocated_bit_for_bit(small_run: Callable[..., Any]) -> None:
+    runs = [
+        outcome(small_run, name, [], "cluster.num_workers=1", *settings)
+        for name, settings in {
+            "colocated": [],
+            "dedicated": ["engine.placement=dedicated", "cluster.cpus_per_worker=1"],
+        }.items()
+    ]
+    same(*runs)
+
+
+@pytest.mark.slow
+def test_engines_of_a_lost_node_move_to_another(policy: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "moved"
+    overrides = [*small_settings("moved", tmp_path, policy), *DEDICATED, "cluster.num_workers=1", "engine.replicas=1"]
+    overrides += ["grpo.max_steps=60", "rewards.functions=[correctness, 'reward_spies:wait']",
+                  "rewards.settings={'reward_spies:wait': {seconds: 1}}", "run.max_failures=9"]  # fmt: skip
+    with several_nodes(1) as nodes:  # for the engine, which is reserved first
+        run = start(overrides, RAY_ADDRESS=nodes.address)
+        wait_for(lambda: engines_reserved(nodes.address) == 1, "the engine's place", LONG)
+        nodes.add_node(4)
+        wait_for(lambda: (folder / "metrics.jsonl").exists() and rows_of(folder)[-1]["step"] >= 2, "step 2", LONG)
+        nodes.kill_node(nodes.workers[0])
+        output, _ = run.communicate(timeout=LONG)
+    assert run.returncode == 0, output
+    assert "engine 0 was lost and is started again" in output
+    assert rows_of(folder)[-1]["engine/replaced"] == 1
+    assert len(events_of(folder, "began")) == 1  # the workers went on
+
+
+def engines_reserved(address: str) -> int:
+    """Return the number of placement groups that have their resources."""
+    code = (
+        "import ray, json; ray.init(logging_level='ERROR'); from ray.util import placement_group_table as table;"
+        "print(json.dumps(sum(each['state'] == 'CREATED' for each in table().values())))"
+    )
+    found = subprocess.run(
+        ["python", "-c", code], env=os.environ | {"RAY_ADDRESS": address}, capture_output=True, text=True, timeout=LONG
+    )
+    return int(json.loads(found.stdout.strip().splitlines()[-1])) if found.returncode == 0 else 0
+
+
+@pytest.mark.slow
+def test_stopped_run_saves_its_step_and_ends_the_engines(policy: Path, tmp_path: Path) -> None:
+    overrides = [*small_settings("stopped", tmp_path, policy), *DEDICATED, "cluster.num_workers=1"]
+    run, folder = start([*overrides, "grpo.max_steps=5000", "grpo.save_steps=5000"]), tmp_path / "stopped"
+    wait_for(lambda: (folder / "metrics.jsonl").exists() and rows_of(folder)[-1]["step"] >= 2, "step 2", LONG)
+    os.kill(run.pid, signal.SIGINT)
+    output, _ = run.communicate(timeout=LONG)
+    assert run.returncode == 128 + signal.SIGINT, output
+    step = rows_of(folder)[-1]["step"]
+    again = start([*overrides, f"grpo.max_steps={step + 1}"])
+    output, _ = again.communicate(timeout=LONG)
+    assert again.returncode == 0 and f"resuming from checkpoint-{step:06d}" in output, output
