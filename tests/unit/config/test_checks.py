@@ -374,8 +374,8 @@ DEDICATED = "engine.placement=dedicated"
         ),
         (
             [DEDICATED, "model.share_base=true", "model.lora={}"],
-            "engine.placement=dedicated does not go with model.share_base=true, which lets the learner read the weights "
-            "of an engine on the same GPU; set model.share_base=false, or engine.placement=colocated",
+            "engine.placement=dedicated does not go with model.share_base=true, which lets the learner read the "
+            "weights of an engine on the same GPU; set model.share_base=false, or engine.placement=colocated",
         ),
         (
             [DEDICATED, "rollout.structured_outputs={regex: a+}"],
