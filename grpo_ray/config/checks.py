@@ -90,6 +90,14 @@ def worker_range_is_ordered(config: "Config") -> str | None:
     return None
 
 
+def engine_range_is_ordered(config: "Config") -> str | None:
+    """Require the two numbers of `engine.replicas: [least, most]` to be in order."""
+    low, high = config.engine.replica_range
+    if low > high:
+        return f"engine.replicas=[{low}, {high}] must be [least, most]; set engine.replicas=[{high}, {low}]"
+    return None
+
+
 def best_metric_ranks_checkpoints(config: "Config") -> str | None:
     """Require `run.best_metric` to be a metric that every checkpoint has and of which higher values are better."""
     metric, known = config.run.best_metric, ranking_metrics(config)
@@ -469,6 +477,87 @@ def _steps_on_a_batch(config: "Config") -> str:
     return " x ".join(f"grpo.{name}={factor}" for name, factor in factors.items() if factor > 1)
 
 
+def _replicas_text(config: "Config") -> str:
+    """Format `engine.replicas` as in an override."""
+    replicas = config.engine.replicas
+    return str(replicas if isinstance(replicas, int) else list(replicas))
+
+
+def engines_are_counted_if_dedicated(config: "Config") -> str | None:
+    """Refuse `engine.replicas` and `engine.tensor_parallel_size` for colocated engines."""
+    engine = config.engine
+    if engine.is_dedicated:
+        return None
+    if engine.replicas != 1:
+        return (
+            f"engine.replicas={_replicas_text(config)} has no effect with engine.placement=colocated, which "
+            "gives each worker an engine; set engine.placement=dedicated, or leave engine.replicas out"
+        )
+    if (size := engine.tensor_parallel_size) != 1:
+        return (
+            f"engine.tensor_parallel_size={size} has no effect with engine.placement=colocated; set "
+            f"engine.placement=dedicated, or grpo.vllm_tensor_parallel_size={size}, which lets {size} workers share an "
+            "engine"
+        )
+    return None
+
+
+def dedicated_engines_share_nothing(config: "Config") -> str | None:
+    """Refuse options that need engine and learner in one process, or on one GPU, with `engine.placement=dedicated`."""
+    if not config.engine.is_dedicated:
+        return None
+    size = effective_value(config.grpo.trl, "vllm_tensor_parallel_size")
+    settings = (
+        (
+            size > 1 and f"grpo.vllm_tensor_parallel_size={size}",
+            "is the number of workers that share a colocated engine",
+            f"set engine.tensor_parallel_size={size} instead",
+        ),
+        (
+            config.grpo.trl.get("vllm_enable_sleep_mode") and "grpo.vllm_enable_sleep_mode=true",
+            "frees an engine's memory for the learner on the same GPU",
+            "set grpo.vllm_enable_sleep_mode=false",
+        ),
+        (
+            config.model.quantization == "int4" and "model.quantization=int4",
+            "needs an engine that reads the learner's base in its own process",
+            "set model.quantization=nf4",
+        ),
+        (
+            config.model.share_base and "model.share_base=true",
+            "lets the learner read the weights of an engine on the same GPU",
+            "set model.share_base=false",
+        ),
+        (
+            config.rollout.structured_outputs is not None and "rollout.structured_outputs",
+            "needs an engine in the learner's process, whose grammar the learner follows",
+            "set rollout.structured_outputs=null",
+        ),
+    )
+    for setting, reason, remedy in settings:
+        if setting:
+            return (
+                f"engine.placement=dedicated does not go with {setting}, which {reason}; {remedy}, or "
+                "engine.placement=colocated"
+            )
+    return None
+
+
+def dedicated_engines_have_prompts(config: "Config") -> str | None:
+    """Require `engine.replicas` to be at most the number of problems of a generation batch, which they divide."""
+    most, prompts = config.engine.replica_range[1], config.sizes.prompts_per_generation
+    if config.engine.is_dedicated and most > prompts:
+        low = min(config.engine.replica_range[0], prompts)
+        fitting = prompts if isinstance(config.engine.replicas, int) else f"[{low}, {prompts}]"
+        return (
+            f"engine.placement=dedicated divides the groups of a generation batch among {most} engines, and "
+            f"grpo.prompts_per_step={config.grpo.prompts_per_step} gives it {prompts}, so that "
+            f"engine.replicas={_replicas_text(config)} would leave engines without work; set "
+            f"engine.replicas={fitting}, or a larger grpo.prompts_per_step"
+        )
+    return None
+
+
 def engines_have_equal_workers(config: "Config") -> str | None:
     """Require `cluster.num_workers` to be a multiple of `grpo.vllm_tensor_parallel_size`."""
     engines = effective_value(config.grpo.trl, "vllm_tensor_parallel_size")
@@ -529,7 +618,7 @@ def shared_base_is_constant(config: "Config") -> str | None:
             "gives learner and engine weights of different forms",
         ),
         "cluster.shard_learner=true": (config.cluster.shard_learner, "gives each worker a part of the weights"),
-        f"grpo.vllm_tensor_parallel_size={config.tensor_parallel_size}": (
+        f"{config.tensor_parallel_field}={config.tensor_parallel_size}": (
             config.tensor_parallel_size > 1,
             "gives each engine's GPU a part of the weights",
         ),
@@ -660,7 +749,7 @@ def int4_is_of_the_engine_too(config: "Config") -> str | None:
         )
     if config.tensor_parallel_size > 1:
         return (
-            f"model.quantization=int4 does not go with grpo.vllm_tensor_parallel_size={config.tensor_parallel_size}, "
+            f"model.quantization=int4 does not go with {config.tensor_parallel_field}={config.tensor_parallel_size}, "
             "whose engine would divide the blocks of a layer; set 1, or model.quantization=nf4"
         )
     return None
@@ -896,7 +985,7 @@ def reward_models_have_a_share(config: "Config") -> str | None:
     if config.reward_model_share_of_engines and engine > 1:
         return (
             f"rewards.model_gpus={share:g} shares the GPU of the engine that measures held-out problems, and "
-            f"grpo.vllm_tensor_parallel_size={engine} needs {engine} whole ones; set rewards.model_gpus=1 or 0"
+            f"{config.tensor_parallel_field}={engine} needs {engine} whole ones; set rewards.model_gpus=1 or 0"
         )
     return None
 
@@ -1005,6 +1094,7 @@ CHECKS: tuple[Callable[["Config"], str | None], ...] = (
     numbers_are_finite,
     run_name_is_no_checkpoint,
     worker_range_is_ordered,
+    engine_range_is_ordered,
     best_metric_ranks_checkpoints,
     ranking_reward_is_of_each_checkpoint,
     solved_problems_are_known,
@@ -1030,6 +1120,9 @@ CHECKS: tuple[Callable[["Config"], str | None], ...] = (
     vespo_keeps_a_ratio_of_one,
     epochs_have_one_name,
     checkpoints_are_between_batches,
+    engines_are_counted_if_dedicated,
+    dedicated_engines_share_nothing,
+    dedicated_engines_have_prompts,
     engines_have_equal_workers,
     sharded_learner_has_workers,
     policy_has_one_adapter,

@@ -28,7 +28,14 @@ UNUSED_FIELDS = {
 """Section -> fields that evaluation does not take from a run folder."""
 REWARD_FIELDS = {"rewards": ("functions", "settings"), "grpo": ("reward_weights",)}
 """Section -> fields that evaluation takes from a run folder only if `heldout.score` is the run's own reward."""
-ENGINE_FIELDS = ("gpu_memory_utilization", "cpu_cache_gib", "max_model_len", "logprob_tolerance")
+ENGINE_FIELDS = (
+    "placement",
+    "tensor_parallel_size",
+    "gpu_memory_utilization",
+    "cpu_cache_gib",
+    "max_model_len",
+    "logprob_tolerance",
+)
 """Fields of `engine` that evaluation takes from a run folder, besides `HARMLESS_ARGUMENTS` of `engine.vllm`."""
 HARMLESS_ARGUMENTS = frozenset(
     {

@@ -145,8 +145,9 @@ class RunConfig:
     back on when storage corrupts another."""
     measure: Literal["inline", "background"] = "inline"
     """Place where checkpoints are evaluated on the held-out problems: "inline" uses the workers' engines while training
-    waits; "background" uses a separate engine during training, which takes `grpo.vllm_tensor_parallel_size` GPUs in
-    addition to those of the workers (without GPUs: `cluster.cpus_per_worker` cores)."""
+    waits; "background" uses a separate engine during training, which takes `grpo.vllm_tensor_parallel_size` GPUs
+    (with dedicated engines: `engine.tensor_parallel_size`) in addition to those of the run (without GPUs:
+    `cluster.cpus_per_worker` cores)."""
     storage_retry_seconds: Seconds = 600.0
     """Time in seconds for which operations on unreachable or full storage are retried before the run stops. Training
     continues meanwhile."""
@@ -927,6 +928,11 @@ class Config:
         if self.engine.is_dedicated:
             return self.engine.tensor_parallel_size
         return int(effective_value(self.grpo.trl, "vllm_tensor_parallel_size"))
+
+    @property
+    def tensor_parallel_field(self) -> str:
+        """Name of the field that sets `tensor_parallel_size`, for messages."""
+        return "engine.tensor_parallel_size" if self.engine.is_dedicated else "grpo.vllm_tensor_parallel_size"
 
     @property
     def engine_fraction(self) -> float:

@@ -1,6 +1,5 @@
 """Construction of Ray Train's trainer for a prepared run."""
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +15,7 @@ from grpo_ray.data.mixture import mixture_stream
 from grpo_ray.data.split import StepDataConfig
 from grpo_ray.data.stream import heldout_dataset, training_stream
 from grpo_ray.device import compute_device, device_environment
-from grpo_ray.driver.cluster.connection import gpus_beside_workers, threads_per_worker
+from grpo_ray.driver.cluster.connection import spare_workers, threads_per_worker
 from grpo_ray.driver.preflight.run_context import RunContext
 from grpo_ray.driver.stages import DatasetIndexes, InitialPolicy, ResumePoint
 from grpo_ray.evaluation.baseline import Baseline, baseline_setup
@@ -176,7 +175,7 @@ class TrainerPlan:
             train_worker,
             worker_counts=config.sizes.worker_counts,
             # For the background engine and the reward models. Without GPUs none is needed: Ray Data leaves it cores.
-            spare_workers=math.ceil(gpus_beside_workers(config)),
+            spare_workers=spare_workers(config),
             install_signal_handlers=install_signal_handlers,
             train_loop_config=self.train_loop_config,
             scaling_config=scaling_config(config),

@@ -158,6 +158,16 @@ def test_eval_passes_an_argument_to_the_engine_only_with_the_users_flag(name: st
     assert trusted["engine"]["vllm"] == {name: "evil.module.Class"}
 
 
+@pytest.mark.parametrize("trusts_engine", [False, True])
+def test_eval_spans_as_many_gpus_as_a_dedicated_engine(trusts_engine: bool) -> None:
+    overrides = ["engine.placement=dedicated", "engine.replicas=[2, 4]", "engine.tensor_parallel_size=4"]
+    recorded = load_config(None, overrides).to_dict()
+    taken = evaluation_settings(recorded, data_is_given=False, trusts_tools=False, trusts_engine=trusts_engine)
+    config = load_config(settings=taken)
+    assert config.tensor_parallel_size == 4
+    assert config.engine.replica_range == ((2, 4) if trusts_engine else (1, 1))
+
+
 @pytest.mark.parametrize("form", ["model.quantization=int4", "model.share_base=true", "engine.adapter=request"])
 @pytest.mark.parametrize("trusts_engine", [False, True])
 def test_eval_merges_an_adapter_that_the_run_kept_apart(form: str, trusts_engine: bool) -> None:

@@ -131,7 +131,9 @@ def _join_cluster(address: str) -> None:
 def _start_cluster(config: Config) -> None:
     cluster = config.cluster
     # Declare more cores than the workers take, even if the machine has fewer: Ray Data has to run beside the workers.
-    cpus = max(os.cpu_count() or 1, cluster.max_workers * cluster.cpus_per_worker + cpus_beside_workers(config))
+    least, most = config.engine.replica_range if config.engine.is_dedicated else (0, 0)
+    further = cluster.max_workers + (most - least) * config.engine.tensor_parallel_size
+    cpus = max(os.cpu_count() or 1, further * cluster.cpus_per_worker + cpus_beside_workers(config))
     with ExitStack() as stack:
         if is_enabled(compute_device(cluster.use_gpu) == "cuda"):
             environment = worker_environment(config, threads_on_this_machine(config))
@@ -269,45 +271,150 @@ def gpus_beside_workers(config: Config) -> float:
     return engines + background_resources(config)["GPU"] + models
 
 
+def spare_workers(config: Config) -> int:
+    """Return the number of workers whose resources an elastic run leaves free for everything beside its workers.
+
+    Without GPUs they are those of the dedicated engines, whose processes reserve as many CPUs as a worker; a background
+    engine and Ray Data then wait for CPUs.
+    """
+    return math.ceil(gpus_beside_workers(config)) if config.cluster.use_gpu else dedicated_processes(config)
+
+
 def training_shortage(config: Config, nodes: Sequence[Mapping[str, float]]) -> Shortage | None:
     """Return the resources that the nodes lack to train with the smallest allowed worker count; None if there are none.
 
     Args:
         nodes: resources of each node.
     """
-    cluster, workers = config.cluster, min(config.sizes.worker_counts)
+    cluster, engine, workers = config.cluster, config.engine, min(config.sizes.worker_counts)
     total = {name: sum(node.get(name, 0) for node in nodes) for name in ("CPU", "GPU")}
     engine_gpus = background_resources(config)["GPU"]
-    cpus = workers * cluster.cpus_per_worker + cpus_beside_workers(config)
+    of_training = workers + (dedicated_processes(config) if cluster.use_gpu else 0)
     if cluster.use_gpu and total["GPU"] < workers:
         return Shortage(
             f"cluster.num_workers={workers} with cluster.use_gpu=true needs {workers} GPUs, and the cluster has "
             f"{total['GPU']:.0f}",
             "use fewer workers, or cluster.use_gpu=false",
         )
-    if cluster.use_gpu and total["GPU"] < workers + engine_gpus:
+    if shortage := dedicated_shortage(config, nodes, workers):
+        return shortage
+    if cluster.use_gpu and total["GPU"] < of_training + engine_gpus:
+        engines = f" and of {_engines_text(config)}" if engine.is_dedicated else ""
         return Shortage(
             f"run.measure=background needs {engine_gpus:.0f} GPU{'s' * (engine_gpus > 1)} for an engine beside those "
-            f"of cluster.num_workers={workers}, and the cluster has {total['GPU']:.0f}",
+            f"of cluster.num_workers={workers}{engines}, and the cluster has {total['GPU']:.0f}",
             "use fewer workers, or run.measure=inline",
         )
     if cluster.use_gpu and total["GPU"] < workers + gpus_beside_workers(config):
         return Shortage(
             f"rewards.model_gpus={config.rewards.model_gpus:g} needs a GPU for the reward models beside the "
-            f"{workers + engine_gpus:.0f} of the engines, and the cluster has {total['GPU']:.0f}",
+            f"{of_training + engine_gpus:.0f} of {'workers and engines' if engine.is_dedicated else 'the engines'}, "
+            f"and the cluster has {total['GPU']:.0f}",
             "set rewards.model_gpus=0.25, which shares the GPU of a worker, or use fewer workers",
         )
-    if total["CPU"] < cpus:
-        most = int(total["CPU"] - cpus_beside_workers(config)) // cluster.cpus_per_worker
-        fitting = [count for count in range(1, most + 1) if _is_accepted(config, count)]
-        fewer = [f"set cluster.num_workers={fitting[-1]}"] if fitting else []
-        beside = "an engine (run.measure=background)" if config.run.measure == "background" else "Ray Data"
-        return Shortage(
-            f"cluster.num_workers={workers} x cluster.cpus_per_worker={cluster.cpus_per_worker} and "
-            f"{cpus_beside_workers(config)} for {beside} need {cpus} CPUs, and the cluster has {total['CPU']:.0f}",
-            " or ".join([*fewer, f"start a node that counts more CPUs than it has (`ray start --num-cpus={cpus}`)"]),
+    return _cpu_shortage(config, total["CPU"], workers)
+
+
+def _cpu_shortage(config: Config, available: float, workers: int) -> Shortage | None:
+    """Return the CPUs that the cluster lacks for the workers and everything beside them; None if there are enough."""
+    cluster, engine, beside = config.cluster, config.engine, cpus_beside_workers(config)
+    cpus = workers * cluster.cpus_per_worker + beside
+    if available >= cpus:
+        return None
+    most = int(available - beside) // cluster.cpus_per_worker
+    fitting = [count for count in range(1, most + 1) if _is_accepted(config, count)]
+    remedies = [f"set cluster.num_workers={fitting[-1]}"] if fitting else []
+    of_engines = dedicated_processes(config) * cluster.cpus_per_worker
+    parts = [f"cluster.num_workers={workers} x cluster.cpus_per_worker={cluster.cpus_per_worker}"]
+    if of_engines:
+        parts.append(f"{of_engines} for {_engines_text(config)}")
+        replicas = int(available - cpus + of_engines) // (cluster.cpus_per_worker * engine.tensor_parallel_size)
+        remedies += [f"set engine.replicas={replicas}"] if replicas > 0 else []
+    others = "an engine (run.measure=background)" if config.run.measure == "background" else "Ray Data"
+    parts.append(f"{beside - of_engines} for {others}")
+    return Shortage(
+        f"{' and '.join(parts)} need {cpus} CPUs, and the cluster has {available:.0f}",
+        " or ".join([*remedies, f"start a node that counts more CPUs than it has (`ray start --num-cpus={cpus}`)"]),
+    )
+
+
+def dedicated_shortage(config: Config, nodes: Sequence[Mapping[str, float]], workers: int) -> Shortage | None:
+    """Return the resources that the nodes lack for the fewest dedicated engines beside the workers' GPUs.
+
+    All processes of an engine are on one node. None if nothing is missing, or the engines are colocated.
+
+    Args:
+        nodes: resources of each node.
+        workers: number of workers, each with a GPU if the run uses any.
+    """
+    engine, cluster = config.engine, config.cluster
+    if not engine.is_dedicated:
+        return None
+    needed = {"CPU": float(engine.tensor_parallel_size * cluster.cpus_per_worker)}
+    if cluster.use_gpu:
+        needed["GPU"] = float(engine.tensor_parallel_size)
+    for resource, amount in reversed(needed.items()):
+        if (largest := max((node.get(resource, 0) for node in nodes), default=0)) < amount:
+            return _too_large_engine(config, resource, amount, largest)
+    total = {resource: sum(node.get(resource, 0) for node in nodes) for resource in needed}
+    processes, least = dedicated_processes(config), engine.replica_range[0]
+    on_nodes = sum(int(min(node.get(name, 0) // amount for name, amount in needed.items())) for node in nodes)
+    beside = {
+        "CPU": workers * cluster.cpus_per_worker + cpus_beside_workers(config) - processes * cluster.cpus_per_worker,
+        "GPU": workers + gpus_beside_workers(config) - processes,
+    }
+    fitting = int(min(on_nodes, *((total[name] - beside[name]) // amount for name, amount in needed.items())))
+    remedies = [f"set engine.replicas={fitting}"] if fitting > 0 else []
+    if on_nodes < least:
+        amounts = " and ".join(_amount(amount, name) for name, amount in reversed(needed.items()))
+        text = (
+            f"{_engines_text(config)} do not fit on the nodes of the cluster, since an engine needs {amounts} of one "
+            f"node: there is space for {on_nodes}"
         )
-    return None
+    elif "GPU" in needed and total["GPU"] < workers + processes:
+        most = int(total["GPU"] - processes)
+        fewer = [count for count in range(1, min(most, workers - 1) + 1) if _is_accepted(config, count)]
+        remedies += [f"set cluster.num_workers={fewer[-1]}"] if fewer else []
+        text = (
+            f"{_engines_text(config)} need {_amount(processes, 'GPU')} beside the {workers} of "
+            f"cluster.num_workers={workers}, and the cluster has {total['GPU']:.0f}"
+        )
+    else:
+        return None
+    return Shortage(text, " or ".join([*remedies, "set engine.placement=colocated"]))
+
+
+def _too_large_engine(config: Config, resource: str, amount: float, largest: float) -> Shortage:
+    """Return the shortage of an engine that is larger than each node."""
+    size, cpus = config.engine.tensor_parallel_size, config.cluster.cpus_per_worker
+    setting = f"engine.tensor_parallel_size={size}"
+    per_process = 1
+    if resource == "CPU":
+        setting, per_process = f"{setting} x cluster.cpus_per_worker={cpus}", cpus
+    remedies = ["use larger nodes"]
+    if (most := int(largest // per_process)) >= 1:
+        remedies.append(f"set engine.tensor_parallel_size={1 << (most.bit_length() - 1)}")  # mostly divides the heads
+    if resource == "CPU" and largest >= size:
+        remedies.append(f"set cluster.cpus_per_worker={int(largest // size)}")
+    if not largest:
+        remedies = ["set cluster.use_gpu=false"]
+    return Shortage(
+        f"a dedicated engine with {setting} needs {_amount(amount, resource)} of one node, and the largest node has "
+        f"{largest:.0f}",
+        " or ".join(remedies),
+    )
+
+
+def _engines_text(config: Config) -> str:
+    """Name the settings that give the number of processes of the fewest dedicated engines."""
+    engine = config.engine
+    least = engine.replica_range[0]
+    replicas = f"{least}" if isinstance(engine.replicas, int) else f"{list(engine.replicas)} (at least {least})"
+    return f"engine.replicas={replicas} x engine.tensor_parallel_size={engine.tensor_parallel_size}"
+
+
+def _amount(number: float, resource: str) -> str:
+    return f"{number:.0f} {resource}{'s' * (number != 1)}"
 
 
 def _is_accepted(config: Config, workers: int) -> bool:
@@ -332,8 +439,8 @@ def evaluation_shortage(config: Config, nodes: Sequence[Mapping[str, float]]) ->
         largest = max((node.get("GPU", 0) for node in nodes), default=0)
         setting, remedy = "cluster.use_gpu=true", "set cluster.use_gpu=false"
         if gpus > 1:
-            setting = f"grpo.vllm_tensor_parallel_size={gpus}"
-            remedy = "use larger nodes, or a smaller grpo.vllm_tensor_parallel_size"
+            setting = f"{config.tensor_parallel_field}={gpus}"
+            remedy = f"use larger nodes, or a smaller {config.tensor_parallel_field}"
         return Shortage(
             f"measuring held-out problems with {setting} needs {gpus} GPU{'s' * (gpus > 1)} of one node, and the "
             f"largest node has {largest:.0f}",

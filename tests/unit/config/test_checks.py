@@ -254,6 +254,7 @@ VIOLATIONS = {
     "numbers_are_finite": ["grpo.generation_kwargs.logit_bias.3=.nan"],
     "run_name_is_no_checkpoint": ["run.name=checkpoint-study"],
     "worker_range_is_ordered": ["cluster.num_workers=[4, 2]"],
+    "engine_range_is_ordered": ["engine.replicas=[3, 2]"],
     "best_metric_ranks_checkpoints": ["run.best_metric=learner/loss"],
     "ranking_reward_is_of_each_checkpoint": ["run.best_metric=reward/mean", "grpo.epochs=2"],
     "solved_problems_are_known": ["data.skip_solved=2", "rewards.functions=[boxed_format]"],
@@ -278,6 +279,9 @@ VIOLATIONS = {
     "vespo_keeps_a_ratio_of_one": ["grpo.loss_type=vespo", "grpo.vllm_importance_sampling_clip_max=0.9"],
     "epochs_have_one_name": ["grpo.epochs=2", "grpo.num_iterations=2"],
     "checkpoints_are_between_batches": ["grpo.save_steps=50", "grpo.num_iterations=4"],
+    "engines_are_counted_if_dedicated": ["engine.replicas=2"],
+    "dedicated_engines_share_nothing": ["engine.placement=dedicated", "grpo.vllm_enable_sleep_mode=true"],
+    "dedicated_engines_have_prompts": ["engine.placement=dedicated", "engine.replicas=17"],
     "engines_have_equal_workers": ["grpo.vllm_tensor_parallel_size=4", "cluster.num_workers=2"],
     "sharded_learner_has_workers": ["cluster.shard_learner=true", "cluster.num_workers=1"],
     "policy_has_one_adapter": ["model.lora={rank: 8}", "model.peft={type: LORA}"],
@@ -339,6 +343,83 @@ def test_check_violation_names_fields_and_raises_its_message(
     config = load_config(None, overrides)  # now nothing refuses it
     assert check(config) == message
     assert check(Config()) is None
+
+
+DEDICATED = "engine.placement=dedicated"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["engine.replicas=[1, 2]"],
+            "engine.replicas=[1, 2] has no effect with engine.placement=colocated, which gives each worker an engine; "
+            "set engine.placement=dedicated, or leave engine.replicas out",
+        ),
+        (
+            ["engine.tensor_parallel_size=2"],
+            "engine.tensor_parallel_size=2 has no effect with engine.placement=colocated; set "
+            "engine.placement=dedicated, or grpo.vllm_tensor_parallel_size=2, which lets 2 workers share an engine",
+        ),
+        (
+            [DEDICATED, "grpo.vllm_tensor_parallel_size=2", "cluster.num_workers=2"],
+            "engine.placement=dedicated does not go with grpo.vllm_tensor_parallel_size=2, which is the number of "
+            "workers that share a colocated engine; set engine.tensor_parallel_size=2 instead, or "
+            "engine.placement=colocated",
+        ),
+        (
+            [DEDICATED, "model.quantization=int4", "model.lora={}", "model.dtype=bfloat16"],
+            "engine.placement=dedicated does not go with model.quantization=int4, which needs an engine that reads the "
+            "learner's base in its own process; set model.quantization=nf4, or engine.placement=colocated",
+        ),
+        (
+            [DEDICATED, "model.share_base=true", "model.lora={}"],
+            "engine.placement=dedicated does not go with model.share_base=true, which lets the learner read the "
+            "weights of an engine on the same GPU; set model.share_base=false, or engine.placement=colocated",
+        ),
+        (
+            [DEDICATED, "rollout.structured_outputs={regex: a+}"],
+            "engine.placement=dedicated does not go with rollout.structured_outputs, which needs an engine in the "
+            "learner's process, whose grammar the learner follows; set rollout.structured_outputs=null, or "
+            "engine.placement=colocated",
+        ),
+        (
+            [DEDICATED, "engine.replicas=[2, 6]", "grpo.prompts_per_step=4"],
+            "engine.placement=dedicated divides the groups of a generation batch among 6 engines, and "
+            "grpo.prompts_per_step=4 gives it 4, so that engine.replicas=[2, 6] would leave engines without work; set "
+            "engine.replicas=[2, 4], or a larger grpo.prompts_per_step",
+        ),
+    ],
+)
+def test_config_of_engines_names_reason_and_remedy(overrides: list[str], message: str) -> None:
+    assert config_error(*overrides) == message
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["engine.replicas=4", "engine.tensor_parallel_size=2"],
+        ["engine.replicas=[1, 4]"],
+        ["engine.replicas=16"],
+        ["engine.replicas=32", "grpo.steps_per_generation=2"],
+        ["grpo.vllm_tensor_parallel_size=1", "grpo.vllm_enable_sleep_mode=false"],
+        ["model.quantization=nf4", "model.lora={}", "model.dtype=bfloat16"],
+    ],
+)
+def test_config_of_dedicated_engines_is_accepted(overrides: list[str]) -> None:
+    assert load_config(None, [DEDICATED, *overrides]).engine.is_dedicated
+
+
+def test_engine_fraction_follows_the_placement() -> None:
+    assert load_config().engine_fraction == 0.3
+    assert load_config(None, [DEDICATED]).engine_fraction == 0.9
+    assert load_config(None, [DEDICATED, "engine.gpu_memory_utilization=0.5"]).engine_fraction == 0.5
+
+
+def test_reward_models_beside_large_dedicated_engines_raise() -> None:
+    settings = ["rewards.functions=[a/model]", "run.measure=background", "cluster.use_gpu=true"]
+    raised = config_error(*settings, DEDICATED, "engine.tensor_parallel_size=2")
+    assert "and engine.tensor_parallel_size=2 needs 2 whole ones; set rewards.model_gpus=1 or 0" in raised
 
 
 @pytest.mark.parametrize("settings", [["cluster.num_workers=2"], ["cluster.num_workers=1"]])

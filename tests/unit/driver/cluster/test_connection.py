@@ -19,6 +19,8 @@ from grpo_ray.driver.cluster.connection import (
     connect,
     cpus_beside_workers,
     evaluation_shortage,
+    gpus_beside_workers,
+    spare_workers,
     training_shortage,
 )
 from grpo_ray.errors import ConfigError
@@ -91,6 +93,129 @@ def test_cpus_beside_workers_hold_an_engine_in_the_background() -> None:
     config = load_config(None, ["cluster.num_workers=2", "cluster.cpus_per_worker=3", BACKGROUND])
     assert cpus_beside_workers(config) == 3
     assert "3 for an engine (run.measure=background) need 9 CPUs" in text(training_shortage(config, [{"CPU": 8}]))
+
+
+DEDICATED = "engine.placement=dedicated"
+
+
+def dedicated_config(replicas: int | str, size: int = 1, *overrides: str) -> Config:
+    settings = [DEDICATED, f"engine.replicas={replicas}", f"engine.tensor_parallel_size={size}"]
+    return gpu_config("grpo.prompts_per_step=16", *settings, *overrides)
+
+
+@pytest.mark.parametrize(
+    ("replicas", "size", "overrides", "counts"),
+    [
+        (2, 1, [], [4]),  # 2 workers and 2 engines
+        (2, 1, [], [1, 1, 1, 1]),
+        (2, 2, [], [3, 3]),  # an engine and a worker on each node
+        ("[1, 4]", 2, [], [4]),  # the fewest engines
+        (1, 4, ["cluster.num_workers=[2, 8]"], [4, 2]),
+        (1, 2, [BACKGROUND], [4, 2]),  # another engine of 2 measures
+    ],
+)
+def test_training_shortage_enough_gpus_for_engines_is_none(
+    replicas: int | str, size: int, overrides: list[str], counts: list[int]
+) -> None:
+    config = dedicated_config(replicas, size, *overrides)
+    assert training_shortage(config, gpus(*counts)) is None
+
+
+@pytest.mark.parametrize(
+    ("replicas", "size", "overrides", "counts", "message"),
+    [
+        (
+            3, 2, ["cluster.num_workers=4"], [8],  # 4 + 3 x 2 = 10
+            "engine.replicas=3 x engine.tensor_parallel_size=2 need 6 GPUs beside the 4 of cluster.num_workers=4, and "
+            "the cluster has 8; set engine.replicas=2 or set cluster.num_workers=2 or set engine.placement=colocated",
+        ),
+        (
+            "[2, 8]", 1, [], [3],
+            "engine.replicas=[2, 8] (at least 2) x engine.tensor_parallel_size=1 need 2 GPUs beside the 2 of "
+            "cluster.num_workers=2, and the cluster has 3; set engine.replicas=1 or set cluster.num_workers=1 or set "
+            "engine.placement=colocated",
+        ),
+        (
+            1, 1, [], [2],
+            "engine.replicas=1 x engine.tensor_parallel_size=1 need 1 GPU beside the 2 of cluster.num_workers=2, and "
+            "the cluster has 2; set cluster.num_workers=1 or set engine.placement=colocated",
+        ),
+        (
+            1, 8, [], [7, 7],
+            "a dedicated engine with engine.tensor_parallel_size=8 needs 8 GPUs of one node, and the largest node has "
+            "7; use larger nodes or set engine.tensor_parallel_size=4",
+        ),
+        (
+            3, 2, [], [3, 3, 2, 1],  # an engine on each of three nodes
+            None,
+        ),
+        (
+            3, 2, [], [3, 3, 1, 1],
+            "engine.replicas=3 x engine.tensor_parallel_size=2 do not fit on the nodes of the cluster, since an engine "
+            "needs 2 GPUs and 2 CPUs of one node: there is space for 2; set engine.replicas=2 or set "
+            "engine.placement=colocated",
+        ),
+        (
+            1, 4, ["cluster.cpus_per_worker=5"], [8],
+            "a dedicated engine with engine.tensor_parallel_size=4 x cluster.cpus_per_worker=5 needs 20 CPUs of one "
+            "node, and the largest node has 16; use larger nodes or set engine.tensor_parallel_size=2 or set "
+            "cluster.cpus_per_worker=4",
+        ),
+        (
+            2, 1, [BACKGROUND], [4],
+            "run.measure=background needs 1 GPU for an engine beside those of cluster.num_workers=2 and of "
+            "engine.replicas=2 x engine.tensor_parallel_size=1, and the cluster has 4; use fewer workers, or "
+            "run.measure=inline",
+        ),
+        (
+            2, 1, ["rewards.functions=[a/model]", "rewards.model_gpus=1"], [4],
+            "rewards.model_gpus=1 needs a GPU for the reward models beside the 4 of workers and engines, and the "
+            "cluster has 4; set rewards.model_gpus=0.25, which shares the GPU of a worker, or use fewer workers",
+        ),
+    ],
+)  # fmt: skip
+def test_training_shortage_of_dedicated_engines(
+    replicas: int | str, size: int, overrides: list[str], counts: list[int], message: str | None
+) -> None:
+    shortage = training_shortage(dedicated_config(replicas, size, *overrides), gpus(*counts))
+    assert (text(shortage) if shortage else None) == message
+
+
+def test_training_shortage_too_few_cpus_for_engines() -> None:
+    config = load_config(None, ["cluster.num_workers=2", "cluster.cpus_per_worker=2", DEDICATED, "engine.replicas=3"])
+    assert training_shortage(config, [{"CPU": 11}]) is None  # 2 x 2, 3 x 2 and 1
+    assert text(training_shortage(config, [{"CPU": 10}])) == (
+        "cluster.num_workers=2 x cluster.cpus_per_worker=2 and 6 for engine.replicas=3 x engine.tensor_parallel_size=1 "
+        "and 1 for Ray Data need 11 CPUs, and the cluster has 10; set cluster.num_workers=1 or set engine.replicas=2 "
+        "or start a node that counts more CPUs than it has (`ray start --num-cpus=11`)"
+    )
+    assert text(training_shortage(config, [{"CPU": 4}])).startswith(
+        "engine.replicas=3 x engine.tensor_parallel_size=1 do not fit on the nodes of the cluster, since an engine "
+        "needs 2 CPUs of one node: there is space for 2; set engine.placement=colocated"
+    )
+
+
+def test_training_shortage_without_gpus_for_engines() -> None:
+    config = dedicated_config(1, 1, "cluster.num_workers=1")
+    assert "cluster.num_workers=1 with cluster.use_gpu=true needs 1 GPUs" in text(
+        training_shortage(config, [{"CPU": 64}])
+    )
+
+
+def test_evaluation_shortage_names_the_size_of_dedicated_engines() -> None:
+    config = dedicated_config(1, 4)
+    assert "with engine.tensor_parallel_size=4 needs 4 GPUs of one node, and the largest node has 3; use larger" in (
+        text(evaluation_shortage(config, gpus(3, 3)))
+    )
+
+
+def test_spare_workers_are_those_of_the_fewest_engines() -> None:
+    assert spare_workers(gpu_config()) == 0
+    assert spare_workers(gpu_config(BACKGROUND)) == 1
+    config = dedicated_config("[2, 4]", 2, BACKGROUND)
+    assert gpus_beside_workers(config) == spare_workers(config) == 6  # 2 engines of 2, and one that measures
+    on_cpu = load_config(None, [DEDICATED, "engine.replicas=[2, 4]"])
+    assert (gpus_beside_workers(on_cpu), cpus_beside_workers(on_cpu), spare_workers(on_cpu)) == (0, 3, 2)
 
 
 MODELS = "rewards.functions=[correctness, a/model]"
