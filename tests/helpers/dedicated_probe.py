@@ -141,7 +141,7 @@ def observe_engines(policy: str) -> dict[str, Any]:
 @lone_process_group()
 def observe_kept_cache(policy: str) -> str:
     """Return the error of a sync with an engine that keeps keys and values of older weights."""
-    probe = Learner(policy, "engine.placement=dedicated", "engine.vllm={block_size: 16}")
+    probe = Learner(policy, "engine.placement=dedicated")
     probe.engine.sync_weights()
     ray.get(probe.pool.call.remote(0, "keep_cache"))
     probe.prompts = [prompt * 8 for prompt in probe.prompts]  # of several blocks

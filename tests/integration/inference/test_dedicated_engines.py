@@ -5,19 +5,22 @@ from typing import Any
 
 import pytest
 
+from grpo_ray.device import LOGICAL_GPUS
+from grpo_ray.resilience.gpu_driver import cuda_of_torch
+
 DEDICATED = "engine.placement=dedicated"
 LORA = ("model.lora={r: 4, target_modules: [q_proj, v_proj, up_proj]}", "engine.adapter=request")
 
 
-def in_task(name: str, *arguments: str) -> Any:
-    """Call a function of `dedicated_probe` in a Ray task with the environment of a worker."""
+def in_task(name: str, *arguments: str, **variables: str) -> Any:
+    """Call a function of `dedicated_probe` in a Ray task with the environment of a worker, and further variables."""
     import dedicated_probe
     import ray
 
     from grpo_ray.config.loader import load_config
     from grpo_ray.evaluation.evaluate import worker_environment
 
-    environment = worker_environment(load_config(), threads=1)
+    environment = worker_environment(load_config(), threads=1) | variables
     task = ray.remote(max_calls=1)(getattr(dedicated_probe, name))
     return ray.get(task.options(runtime_env={"env_vars": environment}).remote(*arguments))
 
@@ -74,3 +77,19 @@ def test_engine_of_two_processes_has_the_same_completions(colocated: list[Any], 
 @pytest.mark.slow
 def test_requested_adapter_equals_colocated_bit_for_bit(cluster: None, policy: Path) -> None:
     assert in_task("observe_steps", str(policy), DEDICATED, *LORA) == in_task("observe_steps", str(policy), *LORA)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(cuda_of_torch() is not None, reason="the installed torch computes on real GPUs")
+@pytest.mark.parametrize("processes", [1, 2])
+def test_broadcast_weights_equal_stored_ones(cluster: None, policy: Path, processes: int) -> None:
+    """On logical GPUs, with Gloo: the second version of the weights is broadcast."""
+    settings = [
+        DEDICATED,
+        "cluster.use_gpu=true",
+        "model.dtype=float32",
+        f"engine.tensor_parallel_size={processes}",
+        "engine.replicas=1",
+    ]
+    stored = in_task("observe_steps", str(policy), *settings, **{LOGICAL_GPUS: "4"})
+    assert in_task("observe_steps", str(policy), *settings, "engine.transport=nccl", **{LOGICAL_GPUS: "4"}) == stored
