@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from grpo_ray.cli import print_placement
 from grpo_ray.config.loader import from_mapping
 from grpo_ray.config.schema import Config
 from grpo_ray.driver.placement_model.advice import (
@@ -149,3 +150,25 @@ def test_recorded_steps_are_medians_of_the_run(tmp_path: Path) -> None:
 def test_recorded_steps_of_a_new_run_are_none(tmp_path: Path) -> None:
     assert recorded_steps(write_run(tmp_path, [], steps=0)) is None
     assert recorded_steps(write_run(tmp_path, [{"step": 1, "phase/generate": 1.0}], steps=0)) is None
+
+
+def printed(config: Config, folder: RunFolder, capsys: pytest.CaptureFixture[str]) -> tuple[str, dict[str, Any]]:
+    recorded: dict[str, Any] = {}
+    print_placement(config, SHAPE, folder, recorded.__setitem__)
+    return capsys.readouterr().out, recorded
+
+
+def test_check_prints_and_records_the_advice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    phases = {"generate": 100.0, "forward_backward": 10.0, "optimizer": 1.0, "other": 1.0}
+    folder = write_run(tmp_path, [{"step": 1} | {f"phase/{name}": value for name, value in phases.items()}], steps=30)
+    text, recorded = printed(run_of(), folder, capsys)
+    assert text.startswith("engines (simulated, from recorded steps): ")
+    assert recorded["placement"]["is_recorded"] is True and len(recorded["placement"]["comparison"]["dedicated"]) == 3
+    # Steps that generate ahead do not show how long generating takes.
+    text, recorded = printed(run_of(grpo={"generate_ahead": True}), folder, capsys)
+    assert "assuming H100s" in text and recorded["placement"]["is_recorded"] is False
+
+
+def test_check_without_gpus_prints_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cluster = {"use_gpu": False, "num_workers": 2}
+    assert printed(run_of(cluster=cluster), write_run(tmp_path, [], steps=0), capsys) == ("", {})
