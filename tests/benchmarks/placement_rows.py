@@ -219,6 +219,18 @@ def bisect(function: Callable[[float], float], wanted: float, low: float, high: 
     return math.sqrt(low * high)
 
 
+def secant(function: Callable[[float], float], wanted: float, first: float, second: float) -> float:
+    """Return about the argument, at least `first`, at which a rising and almost straight function has a value."""
+    low, high = (first, function(first)), (second, function(second))
+    for _ in range(3):
+        slope = (high[1] - low[1]) / (high[0] - low[0])
+        found = max(first, high[0] + (wanted - high[1]) / slope) if slope > 0 else first
+        if abs(found - high[0]) < 1e-3 * high[0]:
+            return found
+        low, high = high, (found, function(found))
+    return high[0]
+
+
 def scaled(work: Workload, engine: float, learner: float) -> Workload:
     """Return work whose durations are multiplied by factors."""
 
@@ -246,7 +258,7 @@ def from_phases(row: Row, fit: Fit) -> Workload:
         work = workload(row, mean, overhead, token_seconds=0.0)
         return colocated_step(work, row.gpus, steps=1).engine_seconds
 
-    work = workload(row, mean, bisect(generating, wanted, 1e-4, 1.0), token_seconds=1.0)
+    work = workload(row, mean, secant(generating, wanted, 1e-4, 0.01), token_seconds=1.0)
     step = colocated_step(work, row.gpus)
     learner = row.phases.update / fit.colocated_learner / step.learner_seconds
     return scaled(work, wanted / step.engine_seconds, learner)
@@ -286,7 +298,7 @@ def fit_total(row: Row) -> Fit:
         return colocated_step(workload(row, mean, overhead, 0.0), row.gpus, steps=1).engine_seconds
 
     def with_share(share: float) -> tuple[float, Fit]:
-        overhead = bisect(generating, share * row.colocated, 1e-4, 1.0)
+        overhead = secant(generating, share * row.colocated, 1e-4, 0.01)
         work = workload(row, mean, overhead, 1.0)
         step = colocated_step(work, row.gpus)
         token_seconds = max(1e-9, row.colocated - step.engine_seconds) / step.learner_seconds

@@ -15,6 +15,7 @@ from placement_rows import (
     fit_systems,
     predict_alone,
     predict_rows,
+    secant,
 )
 
 TOLERANCE = 0.25
@@ -89,5 +90,7 @@ def test_row_is_consistent(row: object) -> None:
     assert row.mean is None or row.mean < row.longest
 
 
-def test_bisect_finds_the_argument_of_a_rising_function() -> None:
+def test_solvers_find_the_argument_of_a_rising_function() -> None:
+    assert secant(lambda x: 3 * x + x * x, 10.0, 0.1, 1.0) == pytest.approx(2.0, rel=0.01)
+    assert secant(lambda x: 5 + x, 1.0, 0.1, 1.0) == 0.1  # everywhere above
     assert bisect(lambda x: x * x, 4.0, 0.1, 10.0) == pytest.approx(2.0, rel=0.01)

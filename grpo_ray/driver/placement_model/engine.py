@@ -77,13 +77,13 @@ class Engine:
         return self.now + self._stall + self._duration(self._running[0][0] - self._steps) if self._running else math.inf
 
     def advance(self, until: float) -> list[Request]:
-        """Simulate up to a time that is not beyond the next end; return the requests that end then."""
+        """Simulate up to a time, or up to the next end if that is earlier; return the requests that end then."""
         if not self._running:
             self.now = until
             return []
-        count = len(self._running)
-        if until >= self.next_end():
-            until, steps = self.next_end(), self._running[0][0] - self._steps
+        count, end = len(self._running), self.next_end()
+        if until >= end:
+            until, steps = end, self._running[0][0] - self._steps
         else:
             steps = self._steps_within(max(0.0, until - self.now - self._stall))
         self.busy_seconds += until - self.now
@@ -108,7 +108,7 @@ class Engine:
         began = self.now
         self.submit(requests)
         while self._running:
-            self.advance(self.next_end())
+            self.advance(math.inf)
         return self.now - began
 
     def _take_ended(self) -> list[Request]:
