@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from grpo_ray.config import loader
 from grpo_ray.config.absolute_paths import absolute_model
@@ -28,6 +28,10 @@ from grpo_ray.errors import ConfigError, DamagedFileError, GrpoRayError, HubErro
 from grpo_ray.resilience.error_triage import MEMORY_ADVICE, is_memory_kill
 from grpo_ray.storage.retry import is_full, is_transient
 from grpo_ray.text.redaction import redact, redact_stream
+
+if TYPE_CHECKING:
+    from grpo_ray.models.memory import ModelShape
+    from grpo_ray.storage.run_folder import RunFolder
 
 OVERRIDE = "section.field=value"
 CONFIG = "CONFIG.yaml"
@@ -310,12 +314,32 @@ def run_check(arguments: argparse.Namespace) -> int:
 
     if arguments.json:
         write_json(arguments.json, described)
+    print_placement(config, report.policy, folder, record)
     if arguments.attack:
         seconds = SECONDS_OF_ATTACK if arguments.seconds is None else arguments.seconds
         stopped = run_attack(config, seconds, report.columns, record)
         if stopped is not None:
             return 128 + signal.Signals[stopped]
     return run_forecast(config, arguments.steps, arguments.price, record) if arguments.forecast else 0
+
+
+def print_placement(
+    config: Config, policy: "ModelShape", folder: "RunFolder", record: Callable[[str, Any], None]
+) -> None:
+    """Print whether dedicated engines would take more steps, and record it as `run_attack` does.
+
+    Args:
+        policy: sizes of the policy.
+        folder: run folder; durations and lengths of its latest steps are used, if it has any.
+    """
+    from grpo_ray.driver.placement_model.advice import advise_placement, recorded_steps
+
+    # The phases of steps that generate ahead do not show how long generating takes.
+    recorded = None if config.grpo.generate_ahead else recorded_steps(folder)
+    advice = advise_placement(config, policy, recorded)
+    if advice is not None:
+        print("\n".join(advice.lines()))
+        record("placement", advice.to_dict())
 
 
 def require_options_with_effect(arguments: argparse.Namespace) -> None:

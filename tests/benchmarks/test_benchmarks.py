@@ -212,6 +212,15 @@ def test_bench_overlap_measures_late_and_early_scoring(run_here: Callable[..., s
         assert 0 <= after_generation < step  # early scoring may end before generation does
 
 
+def test_bench_placement_prints_both_tables() -> None:
+    published, gains, seconds = run("bench_placement.py", "--tiny").strip().split("\n\n")
+    rows = [line.split(" | ") for line in published.splitlines()[2:]]
+    assert len(rows) == 3 and all(float(cell) > 0 for row in rows for cell in row[2:5])
+    (row,) = (line.split(" | ") for line in gains.splitlines()[2:])
+    assert all(0.1 < float(cell.split()[0]) < 10 for cell in row[3:7])  # k = 0, 1, 2, 4
+    assert numbers(r"simulated in (\d+) s", seconds)
+
+
 def test_bench_scale_measures_every_part(run_here: Callable[..., str]) -> None:
     text = run_here("bench_scale.py", "--problems", 3_000, "--workers", 1, "--tiny")
     tables = text.split("\n\n")

@@ -33,6 +33,7 @@ RUN_BY: Mapping[str, str] = {
     "python tests/benchmarks/bench_weight_proof.py": f"{BENCHMARKS}::test_bench_weight_proof_measures_a_proof",
     "python tests/benchmarks/bench_observers.py": f"{BENCHMARKS}::test_bench_observers_compares_steps_with_and_without",
     "python tests/benchmarks/bench_overlap.py": f"{BENCHMARKS}::test_bench_overlap_measures_late_and_early_scoring",
+    "python tests/benchmarks/bench_placement.py": f"{BENCHMARKS}::test_bench_placement_prints_both_tables",
     "python tests/benchmarks/bench_rewards.py": f"{BENCHMARKS}::test_bench_rewards_compares_the_pool_with_inline",
     "python tests/benchmarks/bench_sampling.py": f"{BENCHMARKS}::test_bench_sampling_measures_every_sampler",
     "python tests/benchmarks/bench_savings.py": f"{BENCHMARKS}::test_bench_savings_measures_every_variant",

@@ -129,6 +129,8 @@ class AuditReport:
     rewards: tuple[DryRun, ...]
     tools: ToolReport | None
     """Trial of tools and environments; None if the run has neither."""
+    policy: ModelShape
+    """Sizes of the policy."""
     memory: tuple[CardMemory, ...]
     """Memory of one worker on common GPUs, smallest first."""
     columns: tuple[str, ...]
@@ -224,6 +226,7 @@ def audit(config: Config, *, sample: int | None = None, on_progress: OnProgress 
         },
         rewards=dry_runs,
         tools=tools,
+        policy=policy.shape,
         memory=plan_cards(
             config,
             policy.shape,

@@ -8,10 +8,13 @@ from grpo_ray.pages.report.charts import short
 from grpo_ray.pages.report.facts import (
     MAX_LINE_CHARS,
     MAX_NAME_CHARS,
+    MEDIAN_WINDOW,
     checkpoint_rows,
+    finite_mean,
     format_utc,
     last_step,
     max_steps,
+    phase_shares,
     run_goodput,
 )
 from grpo_ray.pages.report.read import RunData
@@ -19,6 +22,7 @@ from grpo_ray.storage.numbers import to_float
 from grpo_ray.telemetry.events import event_text
 from grpo_ray.telemetry.health import LONG_WINDOW, RunHealth
 from grpo_ray.telemetry.measures import heldout_title
+from grpo_ray.telemetry.placement_rule import GenerationFacts, placement_advice
 from grpo_ray.telemetry.run_facts import RunFacts, recorded_thresholds
 from grpo_ray.text.display import pluralize, safe_text
 
@@ -93,6 +97,7 @@ def health_findings(run: RunData) -> list[HealthFinding]:
         *_check_totals(run),
         *_check_weight_sync(run),
         *_check_heldout_accuracy(run),
+        *_check_placement(run),
     ]
 
 
@@ -191,6 +196,37 @@ def _check_heldout_accuracy(run: RunData) -> list[HealthFinding]:
             text = f"{title} has fallen since step {best_step}; its intervals there and now do not overlap"
             findings.append(HealthFinding("error", text))
     return findings
+
+
+def _check_placement(run: RunData) -> list[HealthFinding]:
+    """Advise dedicated engines if colocated ones take most of the time."""
+    if run.section("engine").get("placement") == "dedicated" or run.section("rollout").get("max_staleness"):
+        return []
+    shares = {each.phase: each.share for each in phase_shares(run)}
+    lengths = [
+        finite_mean(value for _, value in run.series(name)[-MEDIAN_WINDOW:])
+        for name in ("completion/length_mean", "completion/length_max")
+    ]
+    if lengths[0] is None or lengths[1] is None:
+        return []
+    text = placement_advice(
+        GenerationFacts(
+            generating_share=shares.get("generate", 0.0) + shares.get("wait_workers", 0.0),
+            mean_length=lengths[0],
+            longest=lengths[1],
+            max_completion_length=RunFacts.recorded(run.config).max_completion_length,
+            gpus=_recorded_gpus(run),
+        )
+    )
+    return [] if text is None else [HealthFinding("ok", text)]
+
+
+def _recorded_gpus(run: RunData) -> int:
+    """Return the workers' GPUs: those of the latest attempt with workers; 0 if the run has none."""
+    if not run.section("cluster").get("use_gpu"):
+        return 0
+    workers = [to_float(event.get("workers")) for event in run.events if event["event"] == "began"]
+    return int(workers[-1]) if workers and math.isfinite(workers[-1]) else 0
 
 
 @dataclass(frozen=True)

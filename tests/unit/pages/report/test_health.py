@@ -81,3 +81,31 @@ def test_health_rules_within_their_thresholds_are_folded(tmp_path: Path) -> None
     findings = health_findings(read_run(str(folder.local)))
     assert {finding.is_folded for finding in findings if finding.text.endswith("(sync_gap)")} == {True}
     assert not any(finding.is_folded for finding in findings if finding.level != "ok")
+
+
+@pytest.mark.parametrize(
+    ("sections", "advises"),
+    [
+        ({"cluster": {"use_gpu": True}}, True),
+        ({"cluster": {"use_gpu": False}}, False),
+        ({"cluster": {"use_gpu": True}, "engine": {"placement": "dedicated"}}, False),
+        ({"cluster": {"use_gpu": True}, "rollout": {"max_staleness": 1}}, False),
+    ],
+)
+def test_health_advises_dedicated_engines_where_generating_dominates(
+    tmp_path: Path, sections: dict[str, Any], advises: bool
+) -> None:
+    metrics = metric_rows(3)
+    for row in metrics:
+        row |= {"phase/generate": 1.0, "phase/wait_workers": 0.4, "completion/length_max": 80.0}
+        row["phase/wait"] = 0.0  # 1.4 of 2.1 s; the longest have 4 times the mean of 20 tokens
+    grpo = {**CONFIG["grpo"], "max_completion_length": 600}
+    found = [
+        text
+        for level, text in findings_of(tmp_path, metrics=metrics, config={**CONFIG, "grpo": grpo, **sections})
+        if "dedicated" in text and level == "ok"
+    ]
+    assert [text[:60] for text in found] == (
+        ["generation takes 67 % of the time, and the longest completio"] if advises else []
+    )
+    assert all("rollout.max_staleness=2" in text for text in found)  # segments of 150 tokens would be too short
