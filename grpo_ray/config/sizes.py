@@ -34,6 +34,18 @@ class Sizes:
         return self.prompts_per_generation * self.config.grpo.num_generations
 
     @property
+    def completions_per_engine(self) -> int:
+        """Largest number of completions of a generation batch that one engine gets.
+
+        The groups of a batch are divided among the largest number of dedicated engines. A colocated engine has those of
+        the workers that share it, with the largest number of workers.
+        """
+        config = self.config
+        if config.engine.is_dedicated:
+            return math.ceil(self.prompts_per_generation / config.engine.replica_range[1]) * config.grpo.num_generations
+        return self.completions_per_generation // config.cluster.max_workers * config.tensor_parallel_size
+
+    @property
     def micro_batch_size(self) -> int:
         """Completions of one forward and backward pass, over all workers.
 

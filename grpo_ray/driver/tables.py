@@ -274,6 +274,9 @@ ShowTable = Callable[[str, Sequence[str], Sequence[Sequence[object]]], None]
 
 def show_memory(cards: Sequence[CardMemory], show: ShowTable) -> None:
     """Show a worker's memory on each GPU, and its parts on the smallest one on which it fits."""
+    if cards[0].plan.estimate.is_dedicated:
+        _show_dedicated_memory(cards, show)
+        return
     fraction = cards[0].plan.gpu_memory_utilization
     millions = cards[0].plan.estimate.parameters / 1e6
     columns = ["GPU", "usable", "used", "fits", "learner", "tokens per pass", "recomputes", "completions at once"]
@@ -296,6 +299,42 @@ def show_memory(cards: Sequence[CardMemory], show: ShowTable) -> None:
     shown = next((each for each in cards if each.plan.fits), cards[-1])
     parts = [[name, f"{size / GIB:.2f} GiB"] for name, size in shown.plan.estimate.parts.items()]
     show(f"parts on a GPU of {shown.card}", ["", ""], parts)
+
+
+def _show_dedicated_memory(cards: Sequence[CardMemory], show: ShowTable) -> None:
+    """Show the memory of a worker and of a dedicated engine on each GPU, which may be of different sizes."""
+    fraction = cards[0].plan.gpu_memory_utilization
+    millions = cards[0].plan.estimate.parameters / 1e6
+    note = f"{millions:,.1f}M parameters, engine.placement=dedicated (GiB, estimated, not measured)"
+    of_worker = [
+        [
+            each.card,
+            f"{GPU_CARDS[each.card]:.1f}",
+            f"{each.plan.used / GIB:.1f}",
+            "yes" if each.plan.fits else "no",
+            f"{each.plan.tokens_per_micro_batch:,}",
+            "yes" if each.plan.gradient_checkpointing else "no",
+        ]
+        for each in cards
+    ]
+    columns = ["GPU", "usable", "used", "fits", "tokens per pass", "recomputes"]
+    show(f"GPU memory of a worker, which holds the learner alone, {note}", columns, of_worker)
+    of_engine = [
+        [
+            each.card,
+            f"{GPU_CARDS[each.card]:.1f}",
+            f"{fraction * GPU_CARDS[each.card]:.1f}",
+            "yes" if each.engine_fits else "no",
+            f"{each.plan.estimate.engine_fixed / GIB:.1f}",
+            each.completions_at_once,
+        ]
+        for each in cards
+    ]
+    columns = ["GPU", "usable", "used", "fits", "without KV cache", "completions at once"]
+    show(f"GPU memory of an engine, engine.gpu_memory_utilization={fraction:g}", columns, of_engine)
+    shown = next((each for each in cards if each.plan.fits), cards[-1])
+    parts = [[name, f"{size / GIB:.2f} GiB"] for name, size in shown.plan.estimate.parts.items()]
+    show(f"parts on a worker's GPU of {shown.card} and on an engine's GPU", ["", ""], parts)
 
 
 def _rewards(values: Sequence[float | None]) -> str:

@@ -1,6 +1,8 @@
 """Estimate of a worker's GPU memory from the model's config alone, and the plan of the learner's passes that follows.
 
-A worker holds the policy twice: the learner's copy (float32, computed in 16 bits under autocast) and the engine's.
+A worker holds the policy twice: the learner's copy (float32, computed in 16 bits under autocast) and the engine's. With
+dedicated engines (engine.placement) its GPU holds the learner's copy alone, and the engine's terms are those of another
+GPU.
 With N parameters, of which V H are in an embedding or output layer (V the vocabulary), L layers of hidden size H, MLPs
 of intermediate size F, attention with Q query and K key numbers per token, T tokens in one forward and backward pass of
 the learner, and e bytes per number in `model.dtype`, the terms in bytes are:
@@ -32,7 +34,7 @@ the learner, and e bytes per number in `model.dtype`, the terms in bytes are:
                           of one token per request (16-bit and float32 logits, their sort, probabilities)
       CUDA graphs         CUDA_GRAPHS; none with `engine.vllm.enforce_eager`
       KV cache            2 L K e per token (e = 1 with `engine.vllm.kv_cache_dtype=fp8`) of the worker's completions,
-                          each with its prompt at the maximum length
+                          each with its prompt at the maximum length; of a dedicated engine's part of a batch
     reward models         beside one of the workers, with rewards.model_gpus below 1: e for each parameter, CONTEXT of
                           their own process, and one layer's activations in a pass of REWARD_MODEL_TOKENS
     other                 CONTEXT: CUDA's context, cuBLAS workspaces; NCCL: buffers, with several workers
@@ -244,7 +246,7 @@ class MemoryEstimate:
     engine_activations: int
     cuda_graphs: int
     kv_cache: int
-    """Memory for all completions of a worker at once, at full length; with less, vLLM schedules them in turns."""
+    """Memory for all completions of an engine at once, at full length; with less, vLLM schedules them in turns."""
     kv_cache_per_sequence: int
     """Memory for one completion at its maximum length: the minimum that the engine can work with."""
     context: int
@@ -256,10 +258,12 @@ class MemoryEstimate:
     (model.share_base); 0 if it keeps its own."""
     sleep_mode: bool
     """True if the engine releases its memory while the learner computes (grpo.vllm_enable_sleep_mode)."""
+    is_dedicated: bool
+    """True if the engine has a GPU of its own (engine.placement)."""
 
     @property
     def parts(self) -> dict[str, int]:
-        """The terms of the estimate by display name, in bytes."""
+        """The terms of the estimate by display name, in bytes; those of a dedicated engine are on another GPU."""
         return {
             "weights": self.weights,
             "reference model": self.reference_model,
@@ -313,7 +317,9 @@ class MemoryEstimate:
         return gpu_bytes - self.others - beside
 
     def used(self, gpu_bytes: int, gpu_memory_utilization: float) -> int:
-        """Return the peak of the whole GPU, in bytes, with an engine that takes its fraction in full."""
+        """Return the peak of a worker's whole GPU, in bytes, with an engine there that takes its fraction in full."""
+        if self.is_dedicated:
+            return self.others + max(self.learner, self.resident + self.weight_sync)
         engine = int(gpu_memory_utilization * gpu_bytes)
         if not self.sleep_mode:
             return self.others + max(self.learner, self.before_sharing) + engine
@@ -325,11 +331,12 @@ class MemoryEstimate:
         return max(0, cache // self.kv_cache_per_sequence)
 
     def fits(self, gpu_bytes: int, gpu_memory_utilization: float) -> bool:
-        """Return True if learner and engine fit, the engine with at least one completion at full length."""
-        return (
-            self.used(gpu_bytes, gpu_memory_utilization) <= gpu_bytes
-            and self.completions_at_once(gpu_bytes, gpu_memory_utilization) > 0
-        )
+        """Return True if a worker's GPU holds the learner and, unless it is dedicated, the engine.
+
+        The engine needs space for at least one completion at full length.
+        """
+        has_engine = self.is_dedicated or self.completions_at_once(gpu_bytes, gpu_memory_utilization) > 0
+        return self.used(gpu_bytes, gpu_memory_utilization) <= gpu_bytes and has_engine
 
     def gpu_memory_utilization(self, gpu_bytes: int) -> float | None:
         """Recommend `engine.gpu_memory_utilization` for one GPU size.
@@ -339,8 +346,11 @@ class MemoryEstimate:
 
         Returns:
             A fraction of the GPU's memory, in hundredths: enough for all completions at once, or else everything that
-            the learner and MARGIN leave free. None if the worker does not fit on such a GPU.
+            the learner and MARGIN leave free. None if the worker does not fit on such a GPU, and for a dedicated
+            engine, which leaves nothing to others.
         """
+        if self.is_dedicated:
+            return None
         enough = math.ceil(100 * self.engine / gpu_bytes)
         percent = min(enough, math.floor(100 * self.engine_space(gpu_bytes) / gpu_bytes - 100 * MARGIN))
         if percent <= 0 or self.used(gpu_bytes, percent / 100) > (1 - MARGIN) * gpu_bytes:
@@ -362,7 +372,7 @@ class MemoryPlan:
 
     gpu_bytes: int
     gpu_memory_utilization: float
-    """The engine's fraction of the GPU (engine.gpu_memory_utilization)."""
+    """The engine's fraction of its GPU (engine.gpu_memory_utilization)."""
     estimate: MemoryEstimate
 
     @property
@@ -377,17 +387,17 @@ class MemoryPlan:
 
     @property
     def used(self) -> int:
-        """Estimated peak of the whole GPU, in bytes."""
+        """Estimated peak of a worker's whole GPU, in bytes."""
         return self.estimate.used(self.gpu_bytes, self.gpu_memory_utilization)
 
     @property
     def fits(self) -> bool:
-        """True if learner and engine fit into the GPU, according to the estimate."""
+        """True if learner and engine fit into the GPU, according to the estimate; a dedicated engine is elsewhere."""
         return self.estimate.fits(self.gpu_bytes, self.gpu_memory_utilization)
 
     @property
     def has_margin(self) -> bool:
-        """True if learner and engine fit, and leave MARGIN of the GPU free."""
+        """True if all that a worker's GPU holds fits, and leaves MARGIN of it free."""
         return self.fits and self.used <= (1 - MARGIN) * self.gpu_bytes
 
     @property
@@ -402,8 +412,8 @@ def plan_memory(
 ) -> MemoryPlan:
     """Choose the size of the learner's passes, and whether they recompute activations, for one GPU.
 
-    The size is the largest number of tokens that fits beside the engine and leaves MARGIN of the GPU free, up to
-    MAX_TOKENS and the worker's part of a step, and at least one sequence of the maximum length. Recomputation costs a
+    The size is the largest number of tokens that fits, beside a colocated engine if there is one, and leaves MARGIN of
+    the GPU free, up to MAX_TOKENS and the worker's part of a step, and at least one sequence of the maximum length. Recomputation costs a
     third more arithmetic, and smaller passes pay their fixed cost (PASS_COST) more often; the choice with the lower
     cost per token is taken. Passes without recomputation cost less than passes of MAX_TOKENS with it from about 5,000
     tokens on. Settings of the config (`grpo.tokens_per_micro_batch`, `grpo.micro_batch_size`,
@@ -490,7 +500,13 @@ class CardMemory:
     card: str
     plan: MemoryPlan
     recommended_utilization: float | None
-    """Recommended `engine.gpu_memory_utilization`; None if the worker does not fit at any value."""
+    """Recommended `engine.gpu_memory_utilization`; None if the worker does not fit at any value, and for dedicated
+    engines."""
+
+    @property
+    def engine_fits(self) -> bool:
+        """True if an engine fits with at least one completion at full length, on such a GPU or its part of it."""
+        return self.completions_at_once > 0
 
     @property
     def completions_at_once(self) -> int:
@@ -502,6 +518,7 @@ class CardMemory:
         return asdict(self) | {
             "used": self.plan.used,
             "fits": self.plan.fits,
+            "engine_fits": self.engine_fits,
             "completions_at_once": self.completions_at_once,
             "plan": asdict(self.plan) | {"estimate": self.plan.estimate.to_dict()},
         }
@@ -566,11 +583,11 @@ def estimate_memory(
     """
     trl, workers, number_bytes = config.grpo.trl, config.cluster.max_workers, BYTES_PER_NUMBER[config.dtype]
     adapter, sharded = config.model.adapter, config.cluster.shard_learner
-    tensor_parallel = int(trl.get("vllm_tensor_parallel_size", 1))
+    tensor_parallel = config.tensor_parallel_size
     trained = _trained_parameters(shape, adapter)
     shards = workers if sharded else 1
-    completions = config.sizes.completions_per_generation // workers
-    # A tensor-parallel engine divides each sequence's cache over its GPUs, and serves the workers of all of them.
+    completions = config.sizes.completions_per_engine
+    # A tensor-parallel engine divides each sequence's cache over its GPUs.
     cache_bytes = 1 if str(config.engine.vllm.get("kv_cache_dtype", "auto")).startswith("fp8") else number_bytes
     kv_cache_per_sequence = 2 * shape.layers * shape.key_value_size * cache_bytes * sequence_length // tensor_parallel
     passes = _Passes(config, shape, trained, tokens, gradient_checkpointing)
@@ -587,14 +604,15 @@ def estimate_memory(
         working_memory=passes.working,
         weight_sync=_weight_sync(config, shape),
         engine_weights=_engine_weights(config, shape) // tensor_parallel + _adapter_slot(config, shape, trained),
-        engine_activations=_engine_activations(config, shape, completions * tensor_parallel, tensor_parallel),
+        engine_activations=_engine_activations(config, shape, completions, tensor_parallel),
         cuda_graphs=0 if config.engine.vllm.get("enforce_eager") else CUDA_GRAPHS,
-        kv_cache=kv_cache_per_sequence * completions * tensor_parallel,
+        kv_cache=kv_cache_per_sequence * completions,
         kv_cache_per_sequence=kv_cache_per_sequence,
         context=CONTEXT + (NCCL if workers > 1 else 0),
         reward_models=reward_models,
         before_sharing=number_bytes * shape.parameters + 4 * trained if config.model.share_base else 0,
         sleep_mode=bool(trl.get("vllm_enable_sleep_mode", False)),
+        is_dedicated=config.engine.is_dedicated,
     )
 
 

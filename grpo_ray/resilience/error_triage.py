@@ -45,7 +45,8 @@ MEMORY_ADVICE = (
 )
 
 GPU_MEMORY_ADVICE = (
-    "lower engine.gpu_memory_utilization or grpo.tokens_per_micro_batch; docs/gpu-memory.md names the other settings"
+    "lower grpo.tokens_per_micro_batch or, with colocated engines, engine.gpu_memory_utilization; docs/gpu-memory.md "
+    "names the other settings"
 )
 
 FATAL_ERRORS = (

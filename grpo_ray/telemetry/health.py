@@ -409,7 +409,8 @@ RULES: dict[str, Rule] = {
     "memory": Rule(
         (MEMORY_SHARE,),
         _check_memory,
-        "lower engine.gpu_memory_utilization or grpo.tokens_per_micro_batch; without GPUs, cluster.num_workers",
+        "lower grpo.tokens_per_micro_batch or, with colocated engines, engine.gpu_memory_utilization; without GPUs, "
+        "cluster.num_workers",
     ),
 }
 """Name of a warning -> its rule."""

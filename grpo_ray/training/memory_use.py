@@ -54,6 +54,12 @@ def describe_plan(plan: MemoryPlan) -> str:
     )
     if plan.fits:
         return text
+    if plan.estimate.is_dedicated:
+        return (
+            f"{text}, which may run out of memory although engine.placement=dedicated leaves the whole GPU to the "
+            "learner; set cluster.shard_learner=true with more workers, or model.lora, or use larger GPUs (see "
+            "grpo-ray check)"
+        )
     return (
         f"{text}, which may run out of memory; lower engine.gpu_memory_utilization={plan.gpu_memory_utilization:g} or "
         "engine.max_model_len, set grpo.vllm_enable_sleep_mode=true, or use larger GPUs (see grpo-ray check)"
@@ -115,7 +121,7 @@ def estimated_memory(plan: MemoryPlan | None) -> dict[str, Any] | None:
     return {
         "used_gib": round(plan.used / GIB, 2),
         "learner_gib": round(estimate.learner / GIB, 2),
-        "engine_gib": round(plan.gpu_memory_utilization * plan.gpu_bytes / GIB, 2),
+        "engine_gib": 0.0 if estimate.is_dedicated else round(plan.gpu_memory_utilization * plan.gpu_bytes / GIB, 2),
         "total_gib": round(plan.gpu_bytes / GIB, 2),
         "tokens_per_micro_batch": plan.tokens_per_micro_batch,
         "gradient_checkpointing": plan.gradient_checkpointing,

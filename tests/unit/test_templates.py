@@ -314,6 +314,7 @@ def test_configs_exist() -> None:
         "deepmath-qwen2.5-0.5b.yaml",
         "deepmath-qwen2.5-7b-lora.yaml",
         "deepmath-qwen2.5-7b-int4.yaml",
+        "deepmath-qwen2.5-7b-dedicated.yaml",
         "deepmath-qwen2.5-14b-int4.yaml",
         "deepmath-qwen2.5-32b-int4.yaml",
         "deepmath-qwen2.5-72b.yaml",

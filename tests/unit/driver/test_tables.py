@@ -2,6 +2,7 @@
 
 import re
 import shlex
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +10,8 @@ import pytest
 
 from grpo_ray.config.loader import load_config
 from grpo_ray.driver.summary import HeldoutSummary, summarize_run
-from grpo_ray.driver.tables import print_fault_outcomes, print_summary
+from grpo_ray.driver.tables import print_fault_outcomes, print_summary, show_memory
+from grpo_ray.models.memory import GPU_CARDS, ModelShape, plan_cards
 from grpo_ray.resilience.chaos import Fault, FaultOutcome
 from grpo_ray.storage.run_folder import RunFolder
 
@@ -79,3 +81,45 @@ def test_print_summary_path_with_brackets_is_not_markup(tmp_path: Path, capsys: 
     output = capsys.readouterr().out
     assert output.startswith("── summary ──")
     assert "best checkpoint         /runs/[red]old[/red]/checkpoint-000001\n" in output
+
+
+BILLION = ModelShape(
+    parameters=1_500_000_000,
+    layers=28,
+    hidden_size=1536,
+    intermediate_size=8960,
+    query_size=1536,
+    key_value_size=256,
+    vocabulary=150_000,
+    tied_embeddings=True,
+    context_length=32_768,
+)
+
+
+def memory_tables(*overrides: str) -> dict[str, list[dict[str, str]]]:
+    """Return the tables of GPU memory that a check shows: title -> rows, by column."""
+    config = load_config(None, ["cluster.use_gpu=true", "cluster.num_workers=1", *overrides])
+    shown: dict[str, list[dict[str, str]]] = {}
+
+    def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+        shown[title] = [dict(zip(columns, map(str, row), strict=True)) for row in rows]
+
+    show_memory(plan_cards(config, BILLION, 4096), show)
+    return shown
+
+
+def test_show_memory_of_dedicated_engines_has_both_kinds_of_gpus() -> None:
+    worker, engine, parts = memory_tables("engine.placement=dedicated").items()
+    assert worker[0].startswith("GPU memory of a worker, which holds the learner alone, 1,500.0M parameters")
+    assert engine[0] == "GPU memory of an engine, engine.gpu_memory_utilization=0.9"
+    assert [row["GPU"] for row in worker[1]] == [row["GPU"] for row in engine[1]] == list(GPU_CARDS)
+    of_worker, of_engine = ({row["GPU"]: row for row in table[1]} for table in (worker, engine))
+    # 16 bytes for each of 1.5e9 parameters are 22.4 GiB, above a GPU of 24 GB; the engine's 2 bytes are 2.8 GiB.
+    assert (of_worker["24 GB"]["fits"], of_engine["24 GB"]["fits"]) == ("no", "yes")
+    assert of_worker["40 GB"]["fits"] == "yes"
+    assert float(of_engine["40 GB"]["used"]) == pytest.approx(0.9 * GPU_CARDS["40 GB"], abs=0.05)
+    assert parts[0] == "parts on a worker's GPU of 40 GB and on an engine's GPU"
+    colocated = next(iter(memory_tables().values()))
+    (beside,) = (row for row in colocated if row["GPU"] == "40 GB")
+    assert int(of_engine["40 GB"]["completions at once"]) > int(beside["completions at once"])
+    assert not any("recommended fraction" in row for row in (*worker[1], *engine[1]))

@@ -99,6 +99,19 @@ def test_estimate_tensor_parallel_engine_is_divided() -> None:
     assert (memory.kv_cache_per_sequence, memory.kv_cache) == (60, 60 * 16)  # of both workers' completions
 
 
+DEDICATED = "engine.placement=dedicated"
+
+
+def test_estimate_dedicated_engine_is_divided_over_its_own_gpus() -> None:
+    # 4 problems of 4 completions: 3 engines get at most 2 problems each.
+    memory = estimate(DEDICATED, "engine.replicas=3", "engine.tensor_parallel_size=2")
+    assert memory.is_dedicated and not estimate().is_dedicated
+    assert (memory.engine_weights, memory.kv_cache_per_sequence, memory.kv_cache) == (1000, 60, 60 * 8)
+    elastic = estimate(DEDICATED, "engine.replicas=[1, 4]")
+    assert elastic.kv_cache == 4 * elastic.kv_cache_per_sequence  # its part does not depend on how many there are
+    assert (memory.learner, memory.context) == (estimate().learner, estimate().context)
+
+
 def test_estimate_follows_arguments_of_the_engine() -> None:
     memory = estimate("engine.vllm={kv_cache_dtype: fp8, enforce_eager: true, max_num_batched_tokens: 1000}")
     assert (memory.kv_cache_per_sequence, memory.cuda_graphs) == (2 * 2 * 5 * 3, 0)
@@ -195,6 +208,7 @@ WORKER = MemoryEstimate(
     reward_models=0,
     before_sharing=0,
     sleep_mode=False,
+    is_dedicated=False,
 )
 """The learner takes 10.2 GiB, a fifth of a GiB of it by fragmentation; the engine 2 + 0.5 + 1 + 4 = 7.5 GiB with a KV
 cache for all eight completions, and 4 GiB for one."""
@@ -233,6 +247,18 @@ def test_memory_estimate_used_adds_what_is_there_at_once() -> None:
     sleeping = dataclasses.replace(WORKER, sleep_mode=True)
     assert sleeping.used(20 * GIB, 0.25) == pytest.approx((1 + 10.2 + 1) * GIB, abs=2)
     assert sleeping.used(20 * GIB, 0.5) == (1 + 6 + 10) * GIB
+
+
+def test_memory_estimate_dedicated_engine_is_on_another_gpu() -> None:
+    alone = dataclasses.replace(WORKER, is_dedicated=True)
+    assert alone.used(12 * GIB, 0.9) == pytest.approx((1 + 10.2) * GIB, abs=2)
+    assert alone.fits(12 * GIB, 0.9) and not alone.fits(11 * GIB, 0.9)
+    assert not WORKER.fits(12 * GIB, 0.9)
+    assert alone.fits(12 * GIB, 0.03)  # an engine without space for a completion is another GPU's matter
+    assert alone.completions_at_once(12 * GIB, 0.9) == 14  # 10.8 - 3.5 = 7.3 GiB, half a GiB each
+    assert alone.gpu_memory_utilization(24 * GIB) is None
+    gathered = dataclasses.replace(alone, weight_sync=5 * GIB)  # beside 6 GiB that stay
+    assert gathered.used(24 * GIB, 0.9) == 12 * GIB
 
 
 def test_completions_at_once_is_the_rest_of_the_engines_share() -> None:
@@ -280,6 +306,16 @@ def test_plan_takes_the_largest_passes_that_fit() -> None:
     # 256 tokens more take 1.1 * 256 * (1.692 + 0.020) MB = 482 MB more, and the learner has 95 - 30 = 65 % of the GPU.
     assert plan_memory(config, POLICY, plan.gpu_bytes + 700_000_000).tokens_per_micro_batch == 4096
     assert plan_memory(config, POLICY, plan.gpu_bytes + 800_000_000).tokens_per_micro_batch == 4096 + 256
+
+
+def test_plan_beside_dedicated_engines_uses_the_whole_gpu() -> None:
+    config = policy_config(DEDICATED, "grpo.gradient_checkpointing=false")
+    memory = estimate_memory(config, POLICY, sequence_length=2048, tokens=4096, gradient_checkpointing=False)
+    size = int((memory.context + memory.learner) / 0.95) + 2
+    plan = plan_memory(config, POLICY, size)
+    assert (plan.tokens_per_micro_batch, plan.fits, plan.gpu_memory_utilization) == (4096, True, 0.9)
+    colocated = plan_memory(policy_config("grpo.gradient_checkpointing=false"), POLICY, size)
+    assert colocated.tokens_per_micro_batch < 4096
 
 
 def test_plan_recomputes_only_where_small_passes_cost_more() -> None:

@@ -106,7 +106,8 @@ def read_shipped(name: str) -> ShippedConfig:
     config = load_config(str(CONFIGS / name), [])
     found = HARDWARE.search(text)
     assert found, f"{name} must name its hardware as: # Hardware: 4 GPUs of 24 GB"
-    assert config.cluster.max_workers % int(found[1]) == 0
+    engines = config.engine.replica_range[1] * config.engine.tensor_parallel_size if config.engine.is_dedicated else 0
+    assert (config.cluster.max_workers + engines) % int(found[1]) == 0
     shape = SHAPES[config.model.path]
     if config.model.quantization:
         shape = dataclasses.replace(shape, quantized_parameters=linear_parameters(shape))
@@ -120,7 +121,7 @@ def linear_parameters(shape: ModelShape) -> int:
 
 
 def test_gpu_configs_are_found() -> None:
-    assert len(GPU_CONFIGS) == 10
+    assert len(GPU_CONFIGS) == 11
 
 
 @pytest.mark.parametrize("name", GPU_CONFIGS)
@@ -144,3 +145,30 @@ def test_shipped_config_states_its_estimate(name: str) -> None:
         "with" if plan.gradient_checkpointing else "without",
     )
     assert comment and comment.groups() == expected, expected
+
+
+STEP = [
+    "cluster.use_gpu=true", "model.dtype=bfloat16", "engine.max_model_len=4096", "grpo.prompts_per_step=64",
+    "grpo.num_generations=8", "engine.placement=dedicated",
+]  # fmt: skip
+FOUR = ["cluster.num_workers=4", "engine.replicas=4"]
+DEDICATED = {
+    "Qwen2.5-0.5B, 1 worker and 1 engine": ["cluster.num_workers=1"],
+    "Qwen2.5-7B, LoRA of rank 64, 4 workers and 4 engines": [*FOUR, "model.lora={rank: 64}"],
+    "Qwen2.5-7B, all weights, sharded over 4 workers, 4 engines": [*FOUR, "cluster.shard_learner=true"],
+}
+"""Row of the table of dedicated engines in docs/gpu-memory.md -> its settings."""
+
+
+@pytest.mark.parametrize("row", DEDICATED)
+def test_page_of_gpu_memory_states_the_estimate_of_dedicated_engines(row: str) -> None:
+    config = load_config(None, [*STEP, *DEDICATED[row]])
+    cells = []
+    for card in ("24 GB", "48 GB", "80 GB", "141 GB"):
+        plan = plan_memory(config, SHAPES[f"Qwen/{row.partition(',')[0]}"], int(GPU_CARDS[card] * GIB))
+        at_once = plan.estimate.completions_at_once(plan.gpu_bytes, plan.gpu_memory_utilization)
+        completions = config.sizes.completions_per_engine
+        passes = f"{plan.tokens_per_micro_batch:,}{' R' * plan.gradient_checkpointing}"
+        space = "all" if at_once >= completions else f"{at_once} of {completions}"
+        cells.append(f"{passes}; {space}" if plan.has_margin and at_once else "-")
+    assert f"| {row} | {' | '.join(cells)} |" in (CONFIGS.parents[1] / "docs" / "gpu-memory.md").read_text()

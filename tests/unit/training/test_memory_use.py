@@ -86,6 +86,14 @@ def test_describe_plan_that_does_not_fit_gives_advice(policy: str) -> None:
     assert "may run out of memory; lower engine.gpu_memory_utilization=0.3" in describe_plan(small)
 
 
+def test_describe_plan_of_dedicated_engines_advises_on_the_learner(policy: str) -> None:
+    plan = plan_for_workers(load_config(None, [*GPU, "engine.placement=dedicated"]), policy)
+    assert plan is not None and plan.fits
+    assert estimated_memory(plan)["engine_gib"] == 0  # type: ignore[index]
+    text = describe_plan(dataclasses.replace(plan, gpu_bytes=GIB // 2))
+    assert "set cluster.shard_learner=true" in text and "engine.gpu_memory_utilization" not in text
+
+
 def test_measure_memory_without_gpu_is_the_process() -> None:
     assert measure_memory(torch.device("cpu"))["resident_peak_gib"] > 0.01
 
