@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-TIMING_METRICS = re.compile("phase/|step/.|.*/tokens_per_second")
+TIMING_METRICS = re.compile("phase/|step/.|.*/tokens_per_second|.*/idle_share|engine/round_seconds_max")
 """Matches the names of metrics that are timings and differ between equal runs."""
 
 
