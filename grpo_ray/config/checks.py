@@ -195,7 +195,7 @@ def sampling_is_supported(config: "Config") -> str | None:
 
 def sampling_is_corrected_by_token(config: "Config") -> str | None:
     """Refuse sampling filters and penalties with loss corrections that multiply their effect over a completion."""
-    trl, processing = config.grpo.trl, config.sampling.processing
+    trl, processing = config.trl, config.sampling.processing
     names = ", ".join(f"grpo.{name}" if name in TRL_FIELDS else f"grpo.generation_kwargs.{name}" for name in processing)
     mode = trl.get("vllm_importance_sampling_mode", "sequence_mask")
     if names and trl.get("vllm_importance_sampling_correction", True) and str(mode).startswith("sequence"):
@@ -257,12 +257,13 @@ def heldout_sampling_is_possible(config: "Config") -> str | None:
     return None
 
 
-def generate_ahead_is_not_sharded(config: "Config") -> str | None:
-    """Refuse `grpo.generate_ahead` with `cluster.shard_learner`."""
-    if config.grpo.generate_ahead and config.cluster.shard_learner:
+def staleness_is_not_sharded(config: "Config") -> str | None:
+    """Refuse `rollout.max_staleness` above 0 with `cluster.shard_learner`."""
+    staleness = config.rollout.max_staleness
+    if staleness and config.cluster.shard_learner:
         return (
-            "grpo.generate_ahead=true does not go with cluster.shard_learner=true, whose weights are gathered in the "
-            "middle of a step; set cluster.shard_learner=false, or grpo.generate_ahead=false"
+            f"rollout.max_staleness={staleness} does not go with cluster.shard_learner=true, whose weights are "
+            "gathered in the middle of a step; set cluster.shard_learner=false, or rollout.max_staleness=0"
         )
     return None
 
@@ -277,31 +278,91 @@ def followed_reference_is_not_sharded(config: "Config") -> str | None:
     return None
 
 
-_SEVERAL_STEPS = "takes several steps on a batch, so that the next batch would be as many steps old"
+_SEVERAL_STEPS = "takes several steps on a batch, so that tokens would be older"
 
-NOT_WITH_GENERATE_AHEAD: dict[str, tuple[Any, str]] = {
-    "dynamic_sampling": (0, "draws further problems depending on a batch that is not scored when the next one begins"),
+NOT_WITH_STALENESS: dict[str, tuple[Any, str]] = {
+    "dynamic_sampling": (0, "draws further problems depending on a batch that is not scored when the next ones begin"),
     "steps_per_generation": (1, _SEVERAL_STEPS),
     "epochs": (1, _SEVERAL_STEPS),
     "num_iterations": (1, _SEVERAL_STEPS),
     "vllm_tensor_parallel_size": (1, "makes the engines of several workers communicate while the learners do"),
     "vllm_enable_sleep_mode": (False, "puts the engine to sleep while the learner works"),
 }
-"""Field of `grpo` -> the only value allowed with `grpo.generate_ahead`, and the reason against others."""
+"""Field of `grpo` -> the only value allowed with `rollout.max_staleness` above 0, and the reason against others."""
 
 
-def generate_ahead_goes_with_options(config: "Config") -> str | None:
-    """Refuse `grpo.generate_ahead` with dynamic sampling, several steps on a batch, and shared or sleeping engines."""
-    grpo = config.grpo
-    if not grpo.generate_ahead:
+def staleness_goes_with_options(config: "Config") -> str | None:
+    """Refuse `rollout.max_staleness` above 0 with dynamic sampling, several steps on a batch, and shared or sleeping
+    engines; and `rollout.anchor` without it."""
+    grpo, rollout = config.grpo, config.rollout
+    if not rollout.max_staleness:
+        if rollout.anchor != "proximal":
+            return (
+                f"rollout.anchor={rollout.anchor} has no effect with rollout.max_staleness=0; set "
+                "rollout.max_staleness=1, or leave rollout.anchor out"
+            )
         return None
-    for name, (required, reason) in NOT_WITH_GENERATE_AHEAD.items():
+    for name, (required, reason) in NOT_WITH_STALENESS.items():
         value = getattr(grpo, name, grpo.trl.get(name, required))
         if value != required:
             return (
-                f"grpo.generate_ahead=true does not go with grpo.{name}={value}, which {reason}; "
-                f"set grpo.{name}={str(required).lower()}, or grpo.generate_ahead=false"
+                f"rollout.max_staleness={rollout.max_staleness} does not go with grpo.{name}={value}, which {reason}; "
+                f"set grpo.{name}={str(required).lower()}, or rollout.max_staleness=0"
             )
+    return None
+
+
+NOT_IN_SEGMENTS = {
+    "presence_penalty": "counts the tokens of a request",
+    "frequency_penalty": "counts the tokens of a request",
+    "min_tokens": "counts the tokens of a request",
+    "bad_words": "compares the tokens of a request",
+    "stop": "searches the text of a request",
+}
+"""Sampling options that vLLM computes from a request's own tokens -> how. `repetition_penalty` includes the prompt."""
+
+MIN_SEGMENT = 256
+"""Smallest limit of a segment on GPUs, tokens; below it, prompts and earlier tokens that are read again cost more than
+the staleness saves."""
+
+
+def segments_continue_completions(config: "Config") -> str | None:
+    """Refuse `rollout.max_staleness` above 1 with options that depend on all of a completion's tokens or weights, and
+    with segments below 256 tokens on GPUs."""
+    rollout, staleness = config.rollout, config.rollout.max_staleness
+    if staleness < 2:
+        return None
+    start, mend = f"rollout.max_staleness={staleness} does not go with", "or rollout.max_staleness=1"
+    if rollout.structured_outputs is not None:
+        return (
+            f"{start} rollout.structured_outputs: a completion is sampled by several requests, and the form begins "
+            f"anew with each; remove it, {mend}"
+        )
+    if used := [name for name in NOT_IN_SEGMENTS if name in config.sampling.changed]:
+        return (
+            f"{start} grpo.generation_kwargs.{used[0]}, which {NOT_IN_SEGMENTS[used[0]]}, and a completion is sampled "
+            f"by several; remove it, {mend}"
+        )
+    level, mode = (
+        effective_value(config.trl, name) for name in ("importance_sampling_level", "vllm_importance_sampling_mode")
+    )
+    if level != "token":
+        return (
+            f"{start} grpo.importance_sampling_level={level}: the tokens of a completion are sampled with several "
+            f"weights; set grpo.importance_sampling_level=token, {mend}"
+        )
+    if mode.startswith("sequence") and effective_value(config.trl, "vllm_importance_sampling_correction"):
+        return (
+            f"{start} grpo.vllm_importance_sampling_mode={mode}: the tokens of a completion are sampled with several "
+            f"weights; set grpo.vllm_importance_sampling_mode=token_truncate or token_mask, {mend}"
+        )
+    segment = -(-config.grpo.max_completion_length // staleness)
+    if config.cluster.use_gpu and segment < MIN_SEGMENT:
+        return (
+            f"{start} grpo.max_completion_length={config.grpo.max_completion_length} and cluster.use_gpu=true: a round "
+            f"samples at most {segment} tokens of a completion, and must have space for {MIN_SEGMENT}; set "
+            f"rollout.max_staleness={max(1, config.grpo.max_completion_length // MIN_SEGMENT)}"
+        )
     return None
 
 
@@ -432,7 +493,7 @@ def vespo_keeps_a_ratio_of_one(config: "Config") -> str | None:
     VESPO sums the logarithm of the ratio over a completion and its padding, whose ratio is 1. If the bounds excluded 1,
     padding would change the gradient, and its length depends on the other completions of a worker.
     """
-    trl = config.grpo.trl
+    trl = config.trl
     low, high = (trl.get(f"vllm_importance_sampling_clip_{side}") for side in ("min", "max"))
     if trl.get("loss_type") != "vespo" or not trl.get("vllm_importance_sampling_correction", True):
         return None
@@ -799,11 +860,12 @@ def notify_is_a_web_address(config: "Config") -> str | None:
 
 
 def turns_go_with_options(config: "Config") -> str | None:
-    """Refuse tools and environments with `grpo.generate_ahead`, or with turns longer than `run.hang_seconds`."""
-    if config.rollout.has_turns and config.grpo.generate_ahead:
+    """Refuse tools and environments with `rollout.max_staleness` above 0, or with turns longer than
+    `run.hang_seconds`."""
+    if config.rollout.has_turns and config.rollout.max_staleness:
         return (
-            "grpo.generate_ahead=true does not go with rollout.tools and rollout.environment, which alternate "
-            "between engine and tools; set grpo.generate_ahead=false"
+            f"rollout.max_staleness={config.rollout.max_staleness} does not go with rollout.tools and "
+            "rollout.environment, which alternate between engine and tools; set rollout.max_staleness=0"
         )
     turns, seconds = config.rollout.max_turns, config.rollout.time_limit
     if config.rollout.has_turns and turns * seconds >= config.run.hang_seconds:
@@ -829,10 +891,10 @@ def rollout_function_goes_with_options(config: "Config") -> str | None:
             f"rollout.function={name} does not go with rollout.{other}: the function makes all turns of a completion "
             f"by itself; call the tools in it, or remove one of the two"
         )
-    if config.grpo.generate_ahead:
+    if rollout.max_staleness:
         return (
-            f"grpo.generate_ahead=true does not go with rollout.function={name}, which would run beside the learner; "
-            "set grpo.generate_ahead=false"
+            f"rollout.max_staleness={rollout.max_staleness} does not go with rollout.function={name}, which would run "
+            "beside the learner; set rollout.max_staleness=0"
         )
     if rollout.confine:
         return (
@@ -1103,8 +1165,9 @@ CHECKS: tuple[Callable[["Config"], str | None], ...] = (
     structured_outputs_are_one_form,
     sampling_is_corrected_by_token,
     heldout_sampling_is_possible,
-    generate_ahead_is_not_sharded,
-    generate_ahead_goes_with_options,
+    staleness_is_not_sharded,
+    staleness_goes_with_options,
+    segments_continue_completions,
     followed_reference_is_not_sharded,
     prompts_fit_into_a_pass_on_the_cpu,
     quantized_engine_has_16_bits,

@@ -23,7 +23,7 @@ UNUSED_FIELDS = {
     "model": ("trust_remote_code", "lora", "peft", "adapter_optimizer", "quantization", "share_base"),
     "run": ("storage_path", "from_checkpoint", "best_metric", "stop_on", "notify"),
     "data": ("skip_solved", "prefer_mixed"),
-    "rollout": ("isolation", "variables"),
+    "rollout": ("isolation", "variables", "max_staleness", "anchor"),
 }
 """Section -> fields that evaluation does not take from a run folder."""
 REWARD_FIELDS = {"rewards": ("functions", "settings"), "grpo": ("reward_weights",)}

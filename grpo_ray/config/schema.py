@@ -42,8 +42,17 @@ TRL_KEYS = tuple(f"grpo.{name}" for name in PASSED)
 """Keys of the YAML that are passed to TRL."""
 
 
+FORMER_KEYS = {"grpo.generate_ahead": "set rollout.max_staleness=1 in place of true, and 0 in place of false"}
+"""Key of earlier versions -> its replacement."""
+
+STALE_CORRECTION = {"vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_max": 2.0}
+"""Fields of TRL that correct the loss for tokens of older weights, unless the user chooses a mode."""
+
+
 def unknown_key(key: str) -> str:
     """Return the error message for an unknown key of the YAML, with the known key that was probably meant."""
+    if replacement := FORMER_KEYS.get(key):
+        return f"unknown key {key}; {replacement}"
     return unknown_key_message(key, [*field_descriptions(Config), *TRL_KEYS])
 
 
@@ -438,10 +447,20 @@ class RewardsConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
-    """Completions of several turns: tools, environments, or a function of your own; see tools-and-environments.md."""
+    """Age of the weights that sample completions (see dedicated-engines.md), and completions of several turns: tools,
+    environments, or a function of your own (see tools-and-environments.md)."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
+    max_staleness: NonNegativeInt = 0
+    """Largest number of optimizer steps by which the weights that sampled a token may be older than those trained on
+    it, k. While the learner takes a step, the engine samples for the next k steps, each completion at most
+    ceil(`grpo.max_completion_length` / k) tokens; nothing is dropped. Changes the gradient. 0: sample each step's
+    completions with the newest weights, while the learner waits."""
+    anchor: Literal["proximal", "behaviour"] = "proximal"
+    """Old policy of the loss with `max_staleness` above 0, by whose ratio the loss clips. "proximal": the weights that
+    the step begins with; the importance ratio corrects for the age of a token (decoupled PPO). "behaviour": the weights
+    that sampled the token; the importance ratio is 1."""
     tools: tuple[str, ...] = ()
     """Functions that the policy may call, as package.module:function, with type hints and a docstring. []: none."""
     environment: str | Mapping[str, str] | None = None
@@ -642,9 +661,6 @@ class GrpoConfig:
     rewards are all equal (DAPO, arXiv 2503.14476). The step uses the first `prompts_per_step` groups with signal, and
     groups without signal if there are too few. Changes the gradient, and consumes an epoch's problems faster.
     0: off."""
-    generate_ahead: bool = False
-    """Generate the next step's completions while the learner trains on the current ones, with weights that are one step
-    old. Changes the gradient. false: generate each step's completions with the newest weights."""
     trl: Annotated[Mapping[str, Any], AfterValidator(check_trl_fields)] = field(default_factory=dict)
     """Fields of the section under TRL's names. Not a field of the YAML itself: the loader collects it."""
 
@@ -911,6 +927,14 @@ class Config:
     def chat_template_kwargs(self) -> dict[str, Any]:
         """Variables that are passed to the chat template when a prompt is rendered (TRL's field)."""
         return dict(self.grpo.trl.get("chat_template_kwargs") or {})
+
+    @property
+    def trl(self) -> dict[str, Any]:
+        """Fields of TRL that are set, and those with another default than TRL's."""
+        given = dict(self.grpo.trl)
+        if self.rollout.max_staleness and "vllm_importance_sampling_mode" not in given:
+            return STALE_CORRECTION | given
+        return given
 
     @property
     def num_iterations(self) -> int:

@@ -193,7 +193,7 @@ def sharding_options_are_supported(config: "Config") -> str | None:
 
 def vespo_masks_tokens(config: "Config") -> str | None:
     """Require a mode of `grpo.vllm_importance_sampling_mode` for tokens with the loss type vespo, as in TRL."""
-    trl = config.grpo.trl
+    trl = config.trl
     mode = effective_value(trl, "vllm_importance_sampling_mode")
     if (
         trl.get("loss_type") == "vespo"
@@ -210,7 +210,7 @@ def vespo_masks_tokens(config: "Config") -> str | None:
 def importance_bounds_are_ordered(config: "Config") -> str | None:
     """Require `grpo.vllm_importance_sampling_clip_min` to be below `..._clip_max`, and one of them to be set for the
     truncating modes."""
-    trl = config.grpo.trl
+    trl = config.trl
     low, high = (effective_value(trl, f"vllm_importance_sampling_clip_{end}") for end in ("min", "max"))
     mode = effective_value(trl, "vllm_importance_sampling_mode")
     if low is not None and high is not None and low >= high:

@@ -160,8 +160,8 @@ PASSED: dict[str, Passed] = {
         default="derived",
         meaning="Recompute activations in the backward pass: less memory for a third more arithmetic. Derived with "
         "GPUs: on where the memory estimate has a use for the memory (gpu-memory.md); without GPUs: off.",
-        test="tests/integration/learner/rollouts/test_one_step_off_policy.py"
-        "::test_one_step_off_policy_other_settings_same_gradient_as_trl",
+        test="tests/integration/learner/rollouts/test_bounded_staleness.py"
+        "::test_staleness_other_settings_same_gradient_as_trl",
     ),
     "gradient_checkpointing_kwargs": Passed(values=dict[str, Any] | None, reason=_MEMORY),
     "torch_empty_cache_steps": Passed(values=Count | None, reason=_MEMORY),
@@ -199,8 +199,8 @@ PASSED: dict[str, Passed] = {
     "cast_lm_head_to_fp32": Passed(reason="TRL changes the policy's output layer before training."),
     "pad_to_multiple_of": Passed(
         values=Count | Literal["auto"] | None,
-        test="tests/integration/learner/rollouts/test_one_step_off_policy.py"
-        "::test_one_step_off_policy_other_settings_same_gradient_as_trl",
+        test="tests/integration/learner/rollouts/test_bounded_staleness.py"
+        "::test_staleness_other_settings_same_gradient_as_trl",
     ),
     # Sampling
     "temperature": Passed(values=Annotated[float, Field(ge=MIN_TEMPERATURE)], test=CARRIED),
@@ -265,9 +265,15 @@ PASSED: dict[str, Passed] = {
     "use_bias_correction_kl": Passed(test=OTHER_SETTINGS),
     "vllm_importance_sampling_correction": Passed(test=OTHER_SETTINGS),
     "vllm_importance_sampling_mode": Passed(
-        values=_one_of("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"), test=OTHER_SETTINGS
+        values=_one_of("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
+        test=OTHER_SETTINGS,
+        default='"sequence_mask"; with `rollout.max_staleness` above 0: "token_truncate"',
     ),
-    "vllm_importance_sampling_clip_max": Passed(values=Positive | None, test=OTHER_SETTINGS),
+    "vllm_importance_sampling_clip_max": Passed(
+        values=Positive | None,
+        test=OTHER_SETTINGS,
+        default="3.0; with `rollout.max_staleness` above 0 and no mode set: 2.0",
+    ),
     "vllm_importance_sampling_clip_min": Passed(values=NonNegative | None, test=OTHER_SETTINGS),
     # Reference policy
     "sync_ref_model": Passed(

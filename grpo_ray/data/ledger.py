@@ -9,10 +9,10 @@ problem of an epoch exactly once (invariant: exactly-once, exact resume).
     ledger.mark(0, ["00000000000000aa"])  # all problems are used: epoch 0 closes
     ledger.epoch                          # 1
 
-An open epoch stores the ids of its used, skipped and preferred problems as sorted 64-bit integers: 8 bytes per id. A
-closed epoch takes no space. A bitmap would be smaller, but its bits stand for positions in the dataset: it needs an
-index of the dataset, and it is wrong as soon as the dataset changes. An id is a hash of the problem's content, so the
-ledger stays valid when files are reordered or re-sharded, when the number of workers changes, and when the dataset
+An open epoch stores the ids of its used, skipped, preferred and open problems as sorted 64-bit integers: 8 bytes per
+id. A closed epoch takes no space. A bitmap would be smaller, but its bits stand for positions in the dataset: it needs
+an index of the dataset, and it is wrong as soon as the dataset changes. An id is a hash of the problem's content, so
+the ledger stays valid when files are reordered or re-sharded, when the number of workers changes, and when the dataset
 grows.
 """
 
@@ -21,7 +21,7 @@ import io
 import json
 import re
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -39,9 +39,10 @@ IdArray = NDArray[np.uint64]
 """Problem ids as integers, (N,) uint64; see `ids_to_uint64`."""
 
 _ID = re.compile("[0-9a-f]{16}")
-_ARRAY_NAMES = ("used", "passed_over", "preferred", "absent")
-"""Names of an epoch's arrays in the file, in the order of the fields of `_EpochRecord`; part of the file format. An
-empty `absent` is not written."""
+_ARRAY_NAMES = ("used", "passed_over", "preferred", "absent", "open")
+"""Names of an epoch's arrays in the file, in the order of the fields of `_EpochRecord`; part of the file format."""
+_OPTIONAL_ARRAYS = ("absent", "open")
+"""Arrays that are not written if they are empty."""
 _READ_ERRORS = (OSError, EOFError, ValueError, KeyError, TypeError, RuntimeError, zipfile.BadZipFile)
 """Errors that numpy and zipfile raise for a file that is truncated or damaged, or is not a ledger."""
 
@@ -86,6 +87,9 @@ class _EpochRecord(NamedTuple):
     preferred: IdArray
     absent: IdArray
     """Used problems that the dataset no longer contains. They count again once they are back in the dataset."""
+    open: IdArray
+    """Problems that have been drawn for steps after the checkpoint (`rollout.max_staleness`). They are drawn again
+    after a resume, so they do not count as used."""
 
     @property
     def counted(self) -> int:
@@ -100,7 +104,7 @@ def _read_only(ids: IdArray) -> IdArray:
 
 
 _NO_IDS = _read_only(np.empty(0, dtype=np.uint64))
-_EMPTY_EPOCH = _EpochRecord(_NO_IDS, _NO_IDS, _NO_IDS, _NO_IDS)
+_EMPTY_EPOCH = _EpochRecord(_NO_IDS, _NO_IDS, _NO_IDS, _NO_IDS, _NO_IDS)
 
 
 class Ledger:
@@ -183,7 +187,27 @@ class Ledger:
         _raise_if_any(epoch, new[isin_sorted(new, record.skipped)], "would be used, though skipped")
         # Merges two sorted arrays: sorting the whole epoch at every step would take quadratic time over an epoch.
         used = np.insert(record.used, np.searchsorted(record.used, new), new)
-        self._set_record(epoch, record._replace(used=_read_only(used)))
+        still_open = record.open[~isin_sorted(record.open, new)]
+        self._set_record(epoch, record._replace(used=_read_only(used), open=_read_only(still_open)))
+
+    def set_open(self, ids: Mapping[int, Iterable[str]]) -> None:
+        """Record the problems that are drawn for later steps; they replace all earlier ones.
+
+        Args:
+            ids: epoch -> its open problems.
+
+        Raises:
+            LedgerError: an epoch is closed, or a problem is used in it.
+        """
+        for epoch in {*self._open, *ids}:
+            record = self._open.get(epoch, _EMPTY_EPOCH)
+            drawn = np.unique(ids_to_uint64(ids.get(epoch, ())))
+            _raise_if_any(epoch, drawn[isin_sorted(drawn, record.used)], "would be open, though used")
+            self._set_record(epoch, record._replace(open=_read_only(drawn)))
+
+    def open(self, epoch: int) -> IdArray:
+        """Return the problems of an epoch that are drawn for steps after the checkpoint."""
+        return self._open.get(epoch, _EMPTY_EPOCH).open
 
     def used(self, epoch: int) -> IdArray:
         """Return the problems that an epoch has used; empty for a closed epoch, whose record is dropped."""
@@ -244,6 +268,7 @@ class Ledger:
                 record.skipped[isin_sorted(record.skipped, ids)],
                 record.preferred[isin_sorted(record.preferred, ids)],
                 used[~is_present],
+                record.open[isin_sorted(record.open, ids)],
             )
             self._replace_record(epoch, _EpochRecord(*map(_read_only, arrays)))
         self.fingerprint = fingerprint
@@ -280,7 +305,7 @@ class Ledger:
 
     def __repr__(self) -> str:
         open_epochs = {n: tuple(map(len, record)) for n, record in sorted(self._open.items())}
-        lengths = f"(used, skipped, preferred, absent)={open_epochs}"
+        lengths = f"(used, skipped, preferred, absent, open)={open_epochs}"
         return f"Ledger({self.fingerprint}, closed_epochs={self.closed_epochs}, {lengths})"
 
     def _to_bytes(self) -> bytes:
@@ -291,7 +316,7 @@ class Ledger:
             f"{name}-{epoch}": ids
             for epoch in epochs
             for name, ids in zip(_ARRAY_NAMES, self._open[epoch], strict=True)
-            if name != "absent" or len(ids)
+            if name not in _OPTIONAL_ARRAYS or len(ids)
         }
         file = io.BytesIO()
         np.savez(file, allow_pickle=False, header=np.frombuffer(json.dumps(header).encode(), dtype=np.uint8), **arrays)
@@ -310,9 +335,11 @@ class Ledger:
             fingerprint = DatasetFingerprint(**header["contents"]) if header["contents"] else None
             ledger = cls(fingerprint, header["closed"])
             for epoch in header["open"]:
-                *always_written, absent = (f"{name}-{epoch}" for name in _ARRAY_NAMES)
-                arrays = [file[name] for name in always_written]
-                arrays.append(file[absent] if absent in file.files else _NO_IDS)
+                keys = {name: f"{name}-{epoch}" for name in _ARRAY_NAMES}
+                arrays = [
+                    _NO_IDS if name in _OPTIONAL_ARRAYS and key not in file.files else file[key]
+                    for name, key in keys.items()
+                ]
                 ledger._open[epoch] = _EpochRecord(*map(_read_only, arrays))
             return ledger
 

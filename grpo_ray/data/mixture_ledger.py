@@ -99,6 +99,18 @@ class MixtureLedger:
         self.ledgers[source].mark(epoch, ids)
         self.draws = with_drawn(self.draws, [source] * len(ids))
 
+    def set_open(self, drawn: Iterable[tuple[str, int, str]]) -> None:
+        """Record the problems that are drawn for later steps, as source, epoch and id; they replace all earlier ones.
+
+        Raises:
+            LedgerError: as in `Ledger.set_open`.
+        """
+        open_ids: dict[str, dict[int, list[str]]] = {name: {} for name in self.ledgers}
+        for source, epoch, problem in drawn:
+            open_ids[source].setdefault(epoch, []).append(problem)
+        for name, ledger in self.ledgers.items():
+            ledger.set_open(open_ids[name])
+
 
 def with_drawn(draws: Draws, sources: Iterable[str]) -> Draws:
     """Return the draws after further problems of these sources."""

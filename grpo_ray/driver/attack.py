@@ -145,7 +145,6 @@ def attack_config(config: Config, *, gpus: int, has_plain_prompts: bool) -> Conf
         learning_rate=LEARNING_RATE,
         max_completion_length=min(config.grpo.max_completion_length, MAX_LENGTH),
         dynamic_sampling=0,
-        generate_ahead=False,
         trl={name: value for name, value in grpo.trl.items() if name in KEPT_TRL_FIELDS},
     )
     return replace(
@@ -157,7 +156,7 @@ def attack_config(config: Config, *, gpus: int, has_plain_prompts: bool) -> Conf
         model=ModelConfig(),
         engine=EngineConfig(),
         # The embedded policy lacks the tokens of most forms.
-        rollout=replace(config.rollout, structured_outputs=None),
+        rollout=replace(config.rollout, structured_outputs=None, max_staleness=0, anchor="proximal"),
     )
 
 

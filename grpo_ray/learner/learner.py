@@ -84,6 +84,7 @@ from grpo_ray.learner.sync_check import (
     ImportanceSampling,
     SyncChecker,
     TokenLogps,
+    anchor_to_behaviour,
     compare_logps,
     sampling_metrics,
     turn_gap_metrics,
@@ -244,6 +245,7 @@ class Learner(GRPOTrainer):
             end_tokens={*self.eos_token_ids, self.processing_class.pad_token_id},
             num_generations=self.num_generations,
             parts=self.schedule.parts,
+            repeats=self.schedule.reads,
             pad_to_multiple_of=self.pad_to_multiple_of,
             importance=self._importance,
             model=self.model,
@@ -282,9 +284,7 @@ class Learner(GRPOTrainer):
         """Savings that this learner makes."""
         if not self.config.grpo.exact_savings:
             return SavingsPlan()
-        plan = plan_savings(self.model, self._loss_settings)
-        # One step off-policy, the policy has moved since the completions were generated.
-        return replace(plan, one_pass=False) if self.config.grpo.generate_ahead else plan
+        return plan_savings(self.model, self._loss_settings)
 
     @property
     def _loss_settings(self) -> LossSettings:
@@ -314,8 +314,13 @@ class Learner(GRPOTrainer):
             importance=self._active_importance,
             old_logps=self.args.gradient_accumulation_steps % self.schedule.reads != 0,
             one_pass=self.savings.one_pass,
+            behaviour_anchor=self._anchors_to_behaviour,
             masks_truncated=self.mask_truncated_completions,
         )
+
+    @property
+    def _anchors_to_behaviour(self) -> bool:
+        return self.config.rollout.anchor == "behaviour"
 
     @property
     def _active_importance(self) -> ImportanceSampling | None:
@@ -609,7 +614,8 @@ class Learner(GRPOTrainer):
         """
         loss = super().training_step(*args, **kwargs)
         if self.schedule.begins_part(self._step):
-            if (tokens := self.sync_checker.check_observed()) is not None:
+            assert self.rollout is not None
+            if (tokens := self.sync_checker.take_observed(is_on_policy=self.rollout.is_on_policy)) is not None:
                 self.append_metrics(sampling_metrics(tokens, self.workers))
                 self._append_turn_gaps(tokens)
             self.collector.sampler.finish_ahead()
@@ -710,6 +716,8 @@ class Learner(GRPOTrainer):
         if loss_pass.is_compared:  # now, since the rest of the loss needs the importance ratio
             logps = scores[0].detach()
             self.sync_checker.observe(compare_logps(loss_pass.batch, logps, self._active_importance))
+            if self._anchors_to_behaviour:
+                anchor_to_behaviour(loss_pass.batch, logps)
         self._loss_pass = replace(loss_pass, entropies=scores[1])
         return scores
 
@@ -790,13 +798,6 @@ class Learner(GRPOTrainer):
         """Append the gaps of first and later turns to the metrics, if completions have several; collective."""
         if tokens is not None and self.config.rollout.has_conversations:
             self.append_metrics(turn_gap_metrics(tokens, self.workers))
-
-    def compare_with_engine(self, learner_logps: torch.Tensor, engine_logps: torch.Tensor, mask: torch.Tensor) -> None:
-        """Check the sync for completions sampled ahead, without metrics.
-
-        `check_sync` receives the same numbers in the step that trains on them, and appends the metrics there.
-        """
-        self.engine.prove_sync(learner_logps, engine_logps, mask, self.state.global_step)
 
 
 def build_learner(

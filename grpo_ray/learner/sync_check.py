@@ -101,6 +101,21 @@ def compare_logps(batch: Batch, logps: torch.Tensor, importance: ImportanceSampl
     return TokenLogps(logps[mask], engine_logps[mask], ratios, proof_logps(batch)[mask], follows_result(batch)[mask])
 
 
+def anchor_to_behaviour(batch: Batch, logps: torch.Tensor) -> None:
+    """Make the policy that sampled a batch TRL's old policy (`rollout.anchor=behaviour`), so that clipping acts on it.
+
+    The ratio of new to old policy then contains the importance ratio, which becomes 1.
+
+    Args:
+        batch: changed in place: the columns `old_per_token_logps` and, if present, `importance_sampling_ratio`.
+        logps: (B, T), the learner's log-probabilities, nats, without gradient; used where the engine returned none.
+    """
+    engine_logps = batch["sampling_per_token_logps"]
+    batch["old_per_token_logps"] = torch.where(engine_logps.isnan(), logps, engine_logps)
+    if "importance_sampling_ratio" in batch:
+        batch["importance_sampling_ratio"] = torch.ones_like(batch["importance_sampling_ratio"])
+
+
 def turn_gap_metrics(tokens: TokenLogps, workers: Workers) -> dict[str, float]:
     """Compute the mean gap of learner and engine in first and in later turns, nats, over all workers; collective.
 
@@ -159,10 +174,15 @@ class SyncChecker:
         if tokens is not None:
             self._seen.append(tokens)
 
-    def check_observed(self) -> TokenLogps | None:
-        """Check the sync with all tokens observed since the last call, and return them; None if there are none."""
+    def take_observed(self, *, is_on_policy: bool) -> TokenLogps | None:
+        """Return all tokens observed since the last call; None if there are none.
+
+        Args:
+            is_on_policy: check the sync with these tokens. Those of older weights differ although the sync is right.
+        """
         if not self._seen:
             return None
         tokens, self._seen = TokenLogps.join(self._seen), []
-        self.check(tokens.learner, tokens.proof, torch.ones_like(tokens.learner))
+        if is_on_policy:
+            self.check(tokens.learner, tokens.proof, torch.ones_like(tokens.learner))
         return tokens

@@ -67,7 +67,7 @@ def _optional_arguments(config: Config) -> dict[str, Any]:
         # In a run, workers set it by their memory plan. This default is for a learner outside a run, on an unknown GPU.
         "gradient_checkpointing": config.cluster.use_gpu,
         "report_to": "none",
-    } | {name: value for name, value in config.grpo.trl.items() if name != "num_iterations"}
+    } | {name: value for name, value in config.trl.items() if name != "num_iterations"}
     if config.model.adapter:  # weights that are not trained need no more precision than the engine's
         arguments["model_init_kwargs"] = {"dtype": config.dtype} | (arguments.get("model_init_kwargs") or {})
     if config.cluster.shard_learner:

@@ -4,6 +4,7 @@ Run `python scripts/metrics_page.py` after every change of the tables; a unit te
 """
 
 import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -50,7 +51,8 @@ METRICS: dict[str, tuple[str, str]] = {
     ),
     "engine/logprob_gap_mean": (
         "engine/logprob_gap_mean",
-        "Mean gap between the engine's and the learner's log-probabilities of the same tokens, nats.",
+        "Mean gap between the engine's and the learner's log-probabilities of the same tokens, nats. With "
+        "rollout.max_staleness, of a few completions of the step's round; the last step has none.",
     ),
     "engine/logprob_gap_max": ("engine/logprob_gap_max", "Largest such gap, nats."),
     "engine/logprob_gap_first_turn": (
@@ -89,9 +91,9 @@ METRICS: dict[str, tuple[str, str]] = {
     **{
         name: (name, text)
         for name, text in {
-            "rollout/turns_mean": "Mean number of the policy's turns in a completion. The metrics of `rollout/` exist "
-            "only with tools or an environment; those of turns, results, cuts by length, losses and rewards also with "
-            "`rollout.function`.",
+            "rollout/turns_mean": "Mean number of the policy's turns in a completion. The other metrics of `rollout/` "
+            "exist only with tools or an environment, or with `rollout.max_staleness`; those of turns, results, cuts "
+            "by length, losses and rewards also with `rollout.function`.",
             "rollout/turns_max": "Largest number of turns.",
             "rollout/calls_mean": "Mean number of calls of tools, and of answers of an environment, in a completion.",
             "rollout/result_token_share": "Share of the completions' tokens that are results; they have no gradient.",
@@ -110,6 +112,17 @@ METRICS: dict[str, tuple[str, str]] = {
             "rollout/call_skipped_share": "Share of calls that were not made: beyond `rollout.max_calls`, or after one "
             "of the same turn that had no result.",
             "rollout/call_seconds_mean": "Mean time of a call, seconds.",
+        }.items()
+    },
+    **{
+        name: (name, f"{text}; with rollout.max_staleness only.")
+        for name, text in {
+            "rollout/segments_mean": "Mean number of requests by which a completion was sampled",
+            "rollout/recomputed_share": "Tokens of prompts and earlier segments that the engine read again, as a share "
+            "of the tokens sampled",
+            "learner/idle_share": "Share of a step's time in which the learner waited for the engine",
+            "engine/idle_share": "Share of a step's time in which a worker's engine sampled nothing for training",
+            "engine/round_seconds_max": "Longest time of one round of the engine, on any worker",
         }.items()
     },
     "engine/ratio_mean": (
@@ -144,6 +157,10 @@ OWN_METRICS: dict[str, str] = {
 """Metric that TRL does not have -> its description."""
 
 
+AGE = re.compile(r"rollout/staleness_\d+")
+"""Metrics with the share of tokens of each age."""
+
+
 def rename_metrics(logs: Mapping[str, Any]) -> dict[str, float]:
     """Rename TRL's logs to our metrics; logs without a name of ours and values that are not finite are left out."""
     metrics = {name: logs[trl_name] for name, (trl_name, _) in METRICS.items() if trl_name in logs}
@@ -152,6 +169,6 @@ def rename_metrics(logs: Mapping[str, Any]) -> dict[str, float]:
         if kind == "rewards":
             name, _, measure = rest.rpartition("/")
             metrics[f"reward/{name}_{measure}"] = value
-        elif (kind == "reward" and rest) or (kind in ("rollout", "source") and "/" in rest):
+        elif (kind == "reward" and rest) or (kind in ("rollout", "source") and "/" in rest) or AGE.fullmatch(key):
             metrics[key] = value
     return {name: float(value) for name, value in metrics.items() if value is not None and math.isfinite(float(value))}

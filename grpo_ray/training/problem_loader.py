@@ -60,7 +60,8 @@ class ProblemLoader:
         """Epoch of the last plan of a single dataset."""
         self._drawn: dict[tuple[str, int, str], None] = {}
         """Source, epoch and id of this worker's problems that are drawn and not yet recorded, in the order of drawing.
-        Only a mixture needs them: its plans end in the middle of an epoch."""
+        A mixture needs them, whose plans end in the middle of an epoch, and so does a checkpoint with completions of
+        later steps."""
         self._own: list[GroupRecord] = []
         self._own_tokens: list[LossTokens] = []
         self._unwritten: list[GroupRecord] = []
@@ -90,7 +91,7 @@ class ProblemLoader:
                         f"the stream of problems ended after {number} problems of a worker, before {steps} steps"
                     )
                 problem = self._known(from_row(row))
-                if self.config.is_mixture:
+                if self.config.is_mixture or self.config.rollout.max_staleness:
                     self._drawn[problem.source, row["epoch"], problem.id] = None
                 yield problem, row["epoch"]
             # Workers get blocks in turn, and less than a step is left: joined by rank, the rows keep their order.
@@ -127,7 +128,10 @@ class ProblemLoader:
         self._gather()
         groups, self._unwritten = self._unwritten, []
         tokens, self._unwritten_tokens = self._unwritten_tokens, []
+        is_ahead = self.config.rollout.max_staleness > 0
+        drawn = [each for drawn in all_gather_object(list(self._drawn)) for each in drawn] if is_ahead else []
         if is_rank_zero():
+            self.ledger.set_open(drawn)
             self.ledger.save(checkpoint)
         folder = self.folder
 
@@ -193,14 +197,15 @@ class ProblemLoader:
                 return MixturePlan(draws, plans, steps * size), steps
 
     def _rest_of_epoch(self, source: str, epoch: int, pending: Sequence[str], least: int) -> EpochPlan:
-        """Return the plan of an epoch's remaining problems; if none is used yet, derive the epoch's curriculum first.
+        """Return the plan of an epoch's remaining problems; if none is drawn yet, derive the epoch's curriculum first.
 
         Args:
             pending: problems of the epoch that are drawn and not yet recorded.
             least: minimum number of problems that the curriculum leaves in the epoch.
         """
         ledger = self.ledger.ledgers[source]
-        if not len(ledger.used(epoch)) and not pending:
+        # Open problems were drawn before the checkpoint, by the curriculum that it holds.
+        if not len(ledger.used(epoch)) and not len(ledger.open(epoch)) and not pending:
             self._apply_curriculum(ledger, epoch, least)
         excluded = np.union1d(ledger.used(epoch), ledger.skipped(epoch))
         if pending:

@@ -64,6 +64,8 @@ class ReportInputs:
     """Returns the evaluation of each held-out set by key; collective, called at each save."""
     heldout_conditions: Mapping[str, Any]
     """Key of a held-out set -> conditions of its measurement (`metrics.measurement_conditions`)."""
+    save_open_rollouts: Callable[[Path], None] = lambda folder: None
+    """Writes the completions of later steps into a checkpoint's folder; collective."""
     reward_states: Callable[[], dict[str, Any]] = dict
     """Returns the state of each reward that has one."""
     skipped_steps: Callable[[], int] = lambda: 0
@@ -157,6 +159,7 @@ class ReportCallback(TrainerCallback):
             ]
             local.mkdir(parents=True, exist_ok=True)
             write_rollouts = self.inputs.settle(local)
+            self.inputs.save_open_rollouts(local)
             save_reward_states(local, ray.train.get_context().get_world_rank(), self.inputs.reward_states())
             self._write_trace()
         row = self._row(state, self._unreported | measured)

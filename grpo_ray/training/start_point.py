@@ -17,11 +17,12 @@ from grpo_ray.distributed import all_gather_object, is_rank_zero
 from grpo_ray.errors import CheckpointError
 from grpo_ray.storage import checkpoint_integrity, checkpoint_upload, checkpoints
 from grpo_ray.storage.checkpoints import CheckpointInfo
+from grpo_ray.storage.records import open_rollouts
 from grpo_ray.storage.run_folder import SMALL_FILE_BYTES, RunFolder
 
 TRAINER_STATE = "trainer_state.json"
 """File of a checkpoint with the position of transformers' trainer."""
-OF_THE_RUN = ("metrics.jsonl", "rewards_*.json", checkpoints.MANIFEST, TRAINER_STATE)
+OF_THE_RUN = ("metrics.jsonl", "rewards_*.json", open_rollouts.FILE_NAME, checkpoints.MANIFEST, TRAINER_STATE)
 """Files that are not taken over from another run's checkpoint; `at_step_zero` writes the trainer's state anew."""
 
 
@@ -114,6 +115,8 @@ def load_ledger(
     shares: Mapping[str, Fraction],
     training_ids: Mapping[str, IdArray],
     fingerprints: Mapping[str, DatasetFingerprint],
+    *,
+    is_of_other_run: bool = False,
 ) -> MixtureLedger:
     """Load the ledgers of a local checkpoint folder, or create empty ones, for the problems of this launch.
 
@@ -121,8 +124,11 @@ def load_ledger(
         shares: share of each source.
         training_ids: ids of the training problems of each source, sorted, (P,) uint64.
         fingerprints: fingerprint of the training problems of each source.
+        is_of_other_run: True for the checkpoint of another run, whose open problems are not this run's.
     """
     ledger = MixtureLedger.load(checkpoint, shares)
+    if is_of_other_run:
+        ledger.set_open(())
     ledger.set_datasets(training_ids, fingerprints)
     return ledger
 
@@ -146,8 +152,8 @@ def open_checkpoint(start: StartPoint, scratch: str) -> Iterator[Path | None]:
 def at_step_zero(checkpoint: Path, view: Path) -> Path:
     """Make a folder with the files of another run's checkpoint for a run that has taken no step.
 
-    Weights, optimizer state, ledger and random states are links. Steps, metrics and states of rewards begin anew; the
-    learner restores no position in the schedule at step 0.
+    Weights, optimizer state, ledger and random states are links. Steps, metrics and states of rewards begin anew,
+    completions of later steps are left out, and the learner restores no position in the schedule at step 0.
 
     Args:
         view: folder to make.

@@ -96,8 +96,9 @@ def run_training(inputs: TrainingInputs) -> None:
         FaultInjector(attempt.spec.faults, attempt.folder, attempt.rank, attempt.workers, attempt.notify).install(
             learner
         )
-        if checkpoint is not None:
+        if checkpoint is not None:  # of another run, it has neither states of rewards nor completions of later steps
             learner.load_reward_states(checkpoints.load_reward_states(checkpoint, attempt.rank))
+            learner.collector.sampler.load(checkpoint)
         try:
             with watchdog:
                 learner.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
@@ -164,6 +165,7 @@ def build_report(
             settle=inputs.loader.settle,
             measure_heldout=lambda: learner.heldout.evaluate(inputs.heldout),
             heldout_conditions=attempt.spec.heldout_conditions,
+            save_open_rollouts=lambda folder: learner.collector.sampler.save(folder),
             reward_states=learner.reward_states,
             skipped_steps=lambda: monitor.skipped,
         ),

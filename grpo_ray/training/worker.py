@@ -42,6 +42,7 @@ def train_worker(settings: dict[str, WorkerSpec]) -> None:
                 {name: source.share for name, source in attempt.config.training_sources.items()},
                 ray.get(attempt.spec.training_ids),
                 attempt.spec.training_fingerprints,
+                is_of_other_run=start.is_of_other_run,
             ),
             attempt.folder,
             publish_plan=lambda plan: publish_plan(attempt.spec.coordinator, plan),

@@ -130,9 +130,9 @@ SAVINGS = TestFiles(
     integration=("learner/test_exact_savings.py",),
 )
 AHEAD = TestFiles(
-    unit=("learner/rollouts/test_collector.py", "learner/rollouts/test_one_step_off_policy.py"),
-    integration=("learner/rollouts/test_one_step_off_policy.py",),
-    fault_injection=("test_one_step_off_policy.py",),
+    unit=("learner/rollouts/test_collector.py", "learner/rollouts/test_bounded_staleness.py"),
+    integration=("learner/rollouts/test_bounded_staleness.py",),
+    fault_injection=("test_bounded_staleness.py",),
 )
 REPORT = TestFiles(
     unit=("pages/report/test_health.py", "pages/report/test_rows.py", "pages/report/test_page.py"),
@@ -276,7 +276,13 @@ TESTS: dict[str, TestFiles] = {
     "learner/rollouts/heldout.py": TestFiles(
         integration=("evaluation/test_baseline.py", *RUNS), fault_injection=("test_resume.py", "test_survival.py")
     ),
-    "learner/rollouts/one_step_off_policy.py": AHEAD,
+    "learner/rollouts/bounded_staleness.py": AHEAD,
+    "learner/rollouts/staleness_schedule.py": TestFiles(
+        unit=("learner/rollouts/test_staleness_schedule.py",), integration=AHEAD.integration
+    ),
+    "learner/rollouts/sync_probe.py": TestFiles(
+        unit=("learner/rollouts/test_sync_probe.py",), integration=("learner/rollouts/test_stale_rollouts.py",)
+    ),
     "inference/vllm_internals.py": TestFiles(
         integration=("inference/test_vllm_internals.py", "inference/test_weight_proof.py")
     ),
@@ -609,10 +615,58 @@ FAULTS = (
         "total = rewards.nansum(dim=-1)",
     ),
     Fault(
-        "ahead-across-a-checkpoint",
-        "learner/rollouts/one_step_off_policy.py",
-        "return step % state.save_steps == 0 or step >= state.max_steps",
-        "return step >= state.max_steps",
+        "round-samples-whole-completions",
+        "learner/rollouts/staleness_schedule.py",
+        "return min(-(-self.longest // rounds), self.longest - sampled)",
+        "return self.longest - sampled",
+    ),
+    Fault(
+        "continued-completions-not-probed",
+        "learner/rollouts/sync_probe.py",
+        "CONTINUED_PROBES if segment.age else FRESH_PROBES",
+        "0 if segment.age else FRESH_PROBES",
+    ),
+    Fault(
+        "round-proven-after-the-weights-move",
+        "learner/rollouts/bounded_staleness.py",
+        "            self._requests = []\n            self.probe.prove(segments)\n",
+        "            self._requests = []\n",
+    ),
+    Fault(
+        "segments-sampled-with-the-seed-of-the-first",
+        "learner/rollouts/sampler.py",
+        'row["index"], segment)',
+        'row["index"])',
+        unit=AHEAD.unit,
+        integration=AHEAD.integration,
+        fault_injection=AHEAD.fault_injection,
+    ),
+    Fault(
+        "open-rollouts-of-other-settings-kept",
+        "learner/rollouts/bounded_staleness.py",
+        "if rollouts and changed:",
+        "if rollouts and changed and False:",
+    ),
+    Fault(
+        "open-rollouts-of-another-step-taken",
+        "learner/rollouts/bounded_staleness.py",
+        "(saved.batch, saved.prompt) != (rollout.batch, rollout.prompt)",
+        "saved.prompt != rollout.prompt",
+    ),
+    Fault(
+        "curriculum-derived-again-for-open-problems",
+        "training/problem_loader.py",
+        " and not len(ledger.open(epoch)) and not pending",
+        " and not pending",
+    ),
+    Fault(
+        "older-tokens-checked-against-the-present-weights",
+        "learner/sync_check.py",
+        "        if is_on_policy:\n            self.check(",
+        "        if self.check:\n            self.check(",
+        unit=("learner/test_sync_check.py",),
+        integration=AHEAD.integration,
+        fault_injection=AHEAD.fault_injection,
     ),
     Fault(
         "ahead-clips-against-the-engine",
@@ -623,8 +677,8 @@ FAULTS = (
     Fault(
         "every-problem-sampled-with-the-seeds-of-the-first",
         "learner/rollouts/sampler.py",
-        'request_seed(seed, row["id"], row["epoch"]',
-        'request_seed(seed, rows[0]["id"], row["epoch"]',
+        '{"seed": self._seed(row)} for row in rows]',
+        '{"seed": self._seed(rows[0])} for row in rows]',
         unit=AHEAD.unit,
         integration=AHEAD.integration,
         fault_injection=AHEAD.fault_injection,
@@ -941,8 +995,8 @@ FAULTS = (
     Fault(
         "metrics-of-another-run-taken-over",
         "training/start_point.py",
-        'OF_THE_RUN = ("metrics.jsonl", "rewards_*.json", checkpoints.MANIFEST, TRAINER_STATE)',
-        'OF_THE_RUN = ("rewards_*.json", checkpoints.MANIFEST, TRAINER_STATE)',
+        'OF_THE_RUN = ("metrics.jsonl", "rewards_*.json",',
+        'OF_THE_RUN = ("rewards_*.json",',
     ),
     Fault(
         "rollouts-past-the-checkpoint-kept",

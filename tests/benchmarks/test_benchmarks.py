@@ -446,7 +446,7 @@ def test_bench_gpu_dry_run_measures_every_part(tmp_path: Path) -> None:
 
 
 def test_gpu_tests_dry_run_passes(tmp_path: Path) -> None:
-    files = ("test_weight_sync.py", "test_packing.py", "test_generate_ahead.py")
+    files = ("test_weight_sync.py", "test_packing.py", "test_staleness.py")
     text = output_of("tests/gpu/run.py", "--dry", "--folder", str(tmp_path), "--only", *files)
     assert "1 of 1 passed" in text
     assert re.findall(r"(\d+) passed", (tmp_path / "probes.log").read_text()) == ["6"]  # no test is skipped

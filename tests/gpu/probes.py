@@ -146,7 +146,7 @@ def observe_ahead(config: Config) -> dict[str, Any]:
 
     from grpo_ray.inference.vllm_internals import runner_number
     from grpo_ray.learner.forward_pass import score_tokens
-    from grpo_ray.learner.rollouts.one_step_off_policy import run_in_thread
+    from grpo_ray.learner.rollouts.bounded_staleness import run_in_thread
 
     pair = Pair(config)
     pair.engine.sync_weights()

@@ -19,14 +19,14 @@ SECONDS = {
     "test_resume.py": 380,
     "test_weight_sync.py": 300,
     "test_packing.py": 90,
-    "test_generate_ahead.py": 90,
+    "test_staleness.py": 90,
     "test_adapters.py": 800,
 }
 """File -> expected time on an H100, in the order of running: what users run comes first.
 
 A launch took two minutes until its first step, and one with vLLM's compilation cache."""
 DRY_PARTS = {
-    "probes": ("test_weight_sync.py", "test_packing.py", "test_generate_ahead.py"),
+    "probes": ("test_weight_sync.py", "test_packing.py", "test_staleness.py"),
     "runs": ("test_run.py", "test_resume.py", "test_adapters.py"),
 }
 """Files of the two processes of a dry run, which run at the same time: those with probes, and the others."""

@@ -14,6 +14,7 @@ The checks know nothing of the ledger. They follow the groups of the steps that 
 - that no problem is used twice in an epoch, and none that the launch's dataset does not have;
 - that an epoch is left only when each of its problems was used, or may be skipped because its last groups were solved;
 - that each step of a mixture has the shares of its sources, however these change from launch to launch;
+- that the problems of steps whose completions had begun (`rollout.max_staleness`) are drawn in the same steps again;
 - that a launch is refused exactly if the training problems changed without `data.accept_changes`, or no checkpoint is
   whole; and that after the first step nothing is refused.
 """
@@ -336,6 +337,9 @@ class History:
         self.longest = self.rng.choice((LENGTHS, LENGTHS, 7))
         self.steps_of: dict[str, tuple[Step, ...]] = {}
         """Name of a checkpoint -> the steps that led to it."""
+        self.open_of: dict[str, tuple[Any, dict[int, frozenset[Use]]]] = {}
+        """Name of a checkpoint -> all that determines the order of problems, and the uses of each later step whose
+        batch had been drawn."""
         self.recorded: frozenset[str] | None = None
         """Problems of the last launch that was not refused."""
 
@@ -395,7 +399,10 @@ class History:
     def draw_config(self) -> Config:
         choose = self.rng.choice
         workers = choose([n for n in (1, 2, 3) if self.prompts % n == 0])
+        rounds = choose((0, 0, 1, 2))
+        staleness = choose((0, 0, 1, 2, 5)) if rounds == 0 and self.parts == 1 else 0
         return config_of(
+            rollout={"max_staleness": staleness},
             run={"seed": self.seed, "resume": choose(("latest", "latest", "best"))},
             cluster={"num_workers": workers},
             data={
@@ -411,7 +418,7 @@ class History:
             grpo={
                 "prompts_per_step": self.prompts,
                 "steps_per_generation": self.parts,
-                "dynamic_sampling": choose((0, 0, 1, 2)),
+                "dynamic_sampling": rounds,
                 "save_steps": self.parts * choose((1, 2, 3)),
                 "max_steps": 1000 * self.parts,
                 "logging_steps": self.parts,
@@ -460,6 +467,17 @@ class History:
                 self.counts["refused: damaged"] += 1
                 return
 
+    def open_after(self, start: Any, launch: Launch) -> dict[int, frozenset[Use]]:
+        """Return the uses of the steps after a checkpoint that a launch must repeat: none if its data differ."""
+        if start.checkpoint is None or launch.config.grpo.dynamic_sampling:
+            return {}
+        order, open_uses = self.open_of[start.checkpoint.name]
+        return open_uses if order == self.order_of(launch) else {}
+
+    def order_of(self, launch: Launch) -> Any:
+        """Return all that determines the order of a launch's problems; the files may hold the same in another order."""
+        return launch.ids, launch.shares, launch.config.data, [parts[-1] for parts in self.files.values()]
+
     def index(self, config: Config, source: str) -> DatasetIndex:
         shards: list[Any] = [NumberShard(numbers) for numbers in self.files[source][-1]]
         if source:
@@ -506,7 +524,8 @@ class Attempt:
         """Last step on the generation batch under way when the attempt is killed."""
         self.kill = rng.choice(KILLS)
         self.rounds = [rng.randint(0, config.grpo.dynamic_sampling) for _ in range(13)]
-        self.generates_ahead = config.grpo.dynamic_sampling == 0 and parts == 1 and rng.random() < 0.3
+        self.expected = history.open_after(start, launch)
+        """Step -> uses of its batch, which was drawn before the checkpoint."""
 
     def run(self) -> None:
         workers = self.workers
@@ -540,10 +559,10 @@ class Attempt:
         parts = self.config.grpo.steps_per_generation
         prompts = self.config.sizes.prompts_per_worker * parts
         batches = GroupBatches(loader.problems(), prompts, num_generations=2, repeats=1)
-        iterator, ahead = iter(batches), None
+        iterator, ahead = iter(batches), list[Any]()
         for number, step in enumerate(range(self.start.step + 1, self.last_step + 1, parts), start=1):
             last = step + parts - 1  # the last step on this batch
-            drawn = ahead or next(iterator)
+            drawn = ahead.pop(0) if ahead else next(iterator)
             for _ in range(self.rounds[number]):
                 drawn = [*drawn, *batches.draw()]
             self.maybe_kill(last, "drawn")
@@ -552,6 +571,9 @@ class Attempt:
             self.maybe_kill(last, "recorded")
             uses = [use for part in self.workers.gather([(g.epoch, g.problem) for g in groups]) for use in part]
             if rank == 0:
+                if step in self.expected:
+                    assert frozenset(uses) == self.expected[step], "a step drew other problems than before the kill"
+                    self.history.counts["open batches drawn again"] += 1
                 self.lineage.add(Step(tuple(uses), self.launch))
                 self.history.counts["steps"] += 1
                 if step == self.start.step + 1:
@@ -560,21 +582,25 @@ class Attempt:
                         self.start,
                     )
             saves = last % self.config.grpo.save_steps == 0
-            # The last step is a stop on request, which the batch ahead could not foresee.
-            ahead = next(iterator) if self.generates_ahead and not saves else None
+            while len(ahead) < self.config.rollout.max_staleness:
+                ahead.append(next(iterator))
             if saves or last == self.last_step:
-                self.save(loader, last, rank)
+                self.save(loader, last, rank, [[(row["epoch"], row["id"]) for row in rows[::2]] for rows in ahead])
 
-    def save(self, loader: ProblemLoader, step: int, rank: int) -> None:
+    def save(self, loader: ProblemLoader, step: int, rank: int, ahead: list[list[Use]]) -> None:
+        parts = zip(*self.workers.gather(ahead), strict=True)
+        open_uses = [frozenset(use for part in parts_of_step for use in part) for parts_of_step in parts]
         with tempfile.TemporaryDirectory(dir=self.history.scratch) as local:
             write_rollouts = loader.settle(Path(local))
             self.maybe_kill(step, "settled")
             if rank == 0:
-                self.commit(local, step, write_rollouts)
+                self.commit(local, step, write_rollouts, dict(enumerate(open_uses, step + 1)))
         self.workers.gather(None)
         self.maybe_kill(step, "committed")
 
-    def commit(self, local: str, step: int, write_rollouts: Callable[[], None]) -> None:
+    def commit(
+        self, local: str, step: int, write_rollouts: Callable[[], None], open_uses: dict[int, frozenset[Use]]
+    ) -> None:
         folder = self.history.folder
         name = checkpoints.checkpoint_name(folder, step)
         self.serial += 1
@@ -583,6 +609,7 @@ class Attempt:
             self.maybe_kill(step, "files written")
             write_rollouts()
             self.history.steps_of[name] = tuple(self.lineage.steps)
+            self.history.open_of[name] = (self.history.order_of(self.launch), open_uses)
             self.maybe_kill(step, "rollouts written")
 
         metrics = {"step": step, "reward/mean": (step * 7 % 5) / 5}

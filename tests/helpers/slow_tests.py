@@ -53,7 +53,7 @@ WHOLE_PROGRAMS: Mapping[str, tuple[str, ...]] = {
     "fault_injection/test_hostile_answers.py": ("rewards",),
     "fault_injection/test_machines.py": ("resilience", "training", "storage/checkpoint_upload.py"),
     "fault_injection/test_network.py": ("resilience", "storage", "driver/trainer.py"),
-    "fault_injection/test_one_step_off_policy.py": ("learner/rollouts", "inference"),
+    "fault_injection/test_bounded_staleness.py": ("learner/rollouts", "inference"),
     "fault_injection/test_resume.py": (
         "training",
         "storage",

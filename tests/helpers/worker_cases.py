@@ -50,12 +50,13 @@ def compare_savings(
     return results
 
 
-def train_ahead(rank: int, folder: str, rewards: Sequence[Any]) -> None:
-    """Compare training one step ahead with TRL."""
-    from one_step_ahead import compare_ahead
+def train_stale(rank: int, folder: str, rewards: Sequence[Any]) -> None:
+    """Compare training on tokens of older weights with TRL."""
+    from stale_learners import OlderLearner, compare_stale
     from stock_trl import accumulated
 
-    compare_ahead(Path(folder), rewards=rewards, rank=rank, ddp_backend="gloo", **accumulated(2))
+    mode = {"vllm_importance_sampling_mode": "token_truncate"}
+    compare_stale(OlderLearner, Path(folder), rewards=rewards, rank=rank, ddp_backend="gloo", **mode, **accumulated(2))
 
 
 def train_dynamic_sampling(rank: int, folder: str, accumulation: int) -> dict[str, Any]:
@@ -112,7 +113,7 @@ def skip_together(rank: int) -> tuple[bool, str, list[Any]]:
 
 def wait_in_background() -> None:
     """Start background work that never ends, and return."""
-    from grpo_ray.learner.rollouts.one_step_off_policy import run_in_thread
+    from grpo_ray.learner.rollouts.bounded_staleness import run_in_thread
 
     run_in_thread(threading.Event().wait)
 

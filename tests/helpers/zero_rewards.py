@@ -5,10 +5,9 @@ from typing import Any
 
 def disable_early_verification(completions: list[Any], **kwargs: Any) -> list[float]:
     """Return zeros; from the first call on, no verdict is started before all completions are generated."""
-    from grpo_ray.inference.sampling import ignore_finished
     from grpo_ray.learner.rollouts.sampler import SingleTurn
 
-    SingleTurn._grade_when_finished = lambda self, rows: ignore_finished  # type: ignore[method-assign]
+    SingleTurn.grade = lambda self, row, token_ids: None  # type: ignore[method-assign]
     return [0.0] * len(completions)
 
 

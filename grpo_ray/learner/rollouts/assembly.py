@@ -12,14 +12,16 @@ from grpo_ray.data.problem import SOURCE, reward_columns
 from grpo_ray.learner.advantages import load_advantage
 from grpo_ray.learner.batch import Batch
 from grpo_ray.learner.collectives import Workers
+from grpo_ray.learner.rollouts.bounded_staleness import BoundedStalenessSampler, require_deterministic_model
 from grpo_ray.learner.rollouts.collector import Collector, LossNeeds, PolicyPasses
 from grpo_ray.learner.rollouts.dynamic_sampling import DynamicSampler
 from grpo_ray.learner.rollouts.group_recorder import GroupRecorder
-from grpo_ray.learner.rollouts.one_step_off_policy import AheadProof, OneStepAheadSampler, require_deterministic_model
 from grpo_ray.learner.rollouts.padding import Padding
 from grpo_ray.learner.rollouts.recorded_samples import SampleChooser
 from grpo_ray.learner.rollouts.sampler import MultiTurn, OnPolicySampler, Sampler, SingleTurn, StartGrading, WeightSync
 from grpo_ray.learner.rollouts.scoring import Reward, Scorer
+from grpo_ray.learner.rollouts.staleness_schedule import StalenessSchedule
+from grpo_ray.learner.rollouts.sync_probe import ProbePasses, SyncProbe
 from grpo_ray.learner.schedule import DrawOrder
 from grpo_ray.learner.sync_check import ImportanceSampling
 from grpo_ray.rewards.registry import start_grading
@@ -33,7 +35,7 @@ if TYPE_CHECKING:
     from grpo_ray.inference.engine import Engine
 
 
-class LearnerPasses(PolicyPasses, AheadProof, Protocol):
+class LearnerPasses(PolicyPasses, ProbePasses, Protocol):
     """Methods of the learner that the collector calls."""
 
     def prove_batch(self, logps: torch.Tensor, batch: Batch) -> None:
@@ -58,6 +60,8 @@ class LearnerParts:
     num_generations: int
     parts: int
     """Optimizer steps that a generation batch is divided into."""
+    repeats: int
+    """Number of times that the dataloader yields each batch."""
     pad_to_multiple_of: int | None
     importance: ImportanceSampling
     model: torch.nn.Module
@@ -69,6 +73,8 @@ class LearnerParts:
     append_metrics: Callable[[Mapping[str, float]], None]
     count_tokens: Callable[[int], None]
     notify: Callable[[str], None]
+    shards: int = 1
+    """Largest number of engines that share a round; 1 for the colocated engine of a worker."""
 
 
 def build_collector(parts: LearnerParts) -> Collector:
@@ -117,9 +123,21 @@ def build_sampler(parts: LearnerParts, padding: Padding) -> Sampler:
         )
         return OnPolicySampler(parts.sync, turns, workers, profiler)
     turn = SingleTurn(config, parts.engine, parts.tokenizer, grade)
-    if config.grpo.generate_ahead:
+    if config.rollout.max_staleness:
         require_deterministic_model(parts.model, workers.device)
-        return OneStepAheadSampler(parts.sync, turn, parts.passes, padding, workers=workers, profiler=profiler)
+        return BoundedStalenessSampler(
+            StalenessSchedule(config.rollout.max_staleness, parts.args.max_completion_length, parts.args.max_steps),
+            parts.sync,
+            turn,
+            SyncProbe(parts.passes, padding, workers),
+            num_generations=parts.num_generations,
+            shards=parts.shards,
+            repeats=parts.repeats,
+            workers=workers,
+            profiler=profiler,
+            append_metrics=parts.append_metrics,
+            notify=parts.notify,
+        )
     return OnPolicySampler(parts.sync, turn, workers, profiler)
 
 

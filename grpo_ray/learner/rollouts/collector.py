@@ -25,7 +25,13 @@ from grpo_ray.learner.rollouts.sampler import Sampler
 from grpo_ray.learner.rollouts.scoring import Scorer
 from grpo_ray.learner.rollouts.step_metrics import length_metrics, reward_metrics, source_metrics
 from grpo_ray.learner.schedule import DrawOrder
-from grpo_ray.learner.sync_check import ImportanceSampling, TokenLogps, compare_logps, sampling_metrics
+from grpo_ray.learner.sync_check import (
+    ImportanceSampling,
+    TokenLogps,
+    anchor_to_behaviour,
+    compare_logps,
+    sampling_metrics,
+)
 from grpo_ray.storage.records.groups import GroupRecord
 
 
@@ -49,6 +55,8 @@ class LossNeeds:
     """True if the policy moves while it trains on the batch, so that the loss needs its earlier log-probabilities."""
     one_pass: bool
     """True if the importance ratio and the proof of the sync use the loss's own forward pass."""
+    behaviour_anchor: bool = False
+    """True if the engine's log-probabilities are those of TRL's old policy (`rollout.anchor`)."""
     masks_truncated: bool
     """True if completions that were cut off do not count (`grpo.mask_truncated_completions`)."""
 
@@ -87,7 +95,8 @@ class Collector:
     def collect(self, rows: Rows) -> Rollout:
         """Collect the completions that a step is trained on, in one or several rounds; record them, and prove the sync.
 
-        The proof is left to the loss if it uses the loss's own forward pass (`LossNeeds.one_pass`).
+        The proof is left to the loss if it uses the loss's own forward pass (`LossNeeds.one_pass`). Completions that
+        were sampled with older weights have been proven by the sampler, while the learner had these weights.
 
         Args:
             rows: the step's first batch.
@@ -95,8 +104,8 @@ class Collector:
         self.chooser.start_step()
         rollout = self._fill(self.roll_out(rows))
         self.append_metrics(rollout.metrics)
-        if not self.needs().one_pass:
-            logps = rollout.batch.get("old_per_token_logps")
+        if not self.needs().one_pass and rollout.is_on_policy:
+            logps = None if self.needs().behaviour_anchor else rollout.batch.get("old_per_token_logps")
             self.prove(self.passes.logps(rollout.batch) if logps is None else logps, rollout.batch)
         return rollout
 
@@ -109,7 +118,7 @@ class Collector:
         if self.needs().masks_truncated:
             mask_rows(batch, truncated)
         batch["num_items_in_batch"] = self.workers.sum(loss_mask(batch).sum())
-        compared = self._add_logps(batch, completions)
+        compared = self._add_logps(batch)
         scores = self.scorer.score(rows, completions)
         rewards = self.order.sort(scores.of_all)
         grouped = rewards.view(-1, self.recorder.num_generations, len(self.scorer.rewards))
@@ -134,7 +143,14 @@ class Collector:
         self.chooser.mark(batch, rewards)
         diversity = distinct_share(completions.token_ids, self.recorder.num_generations, self.workers)
         self.append_metrics({"group/distinct_share": diversity})
-        return Rollout(rows, completions.token_ids, scores.own, batch, completions.conversations)
+        return Rollout(
+            rows,
+            completions.token_ids,
+            scores.own,
+            batch,
+            completions.conversations,
+            is_on_policy=completions.is_on_policy,
+        )
 
     def _measure(self, completions: Completions, truncated: list[bool]) -> None:
         """Record the lengths of the completions, and count the tokens."""
@@ -143,20 +159,20 @@ class Collector:
         self.count_tokens(int(self.workers.sum(tokens)))
         self.append_metrics(length_metrics(lengths, truncated, self.workers))
 
-    def _add_logps(self, batch: Batch, completions: Completions) -> TokenLogps | None:
+    def _add_logps(self, batch: Batch) -> TokenLogps | None:
         """Add the log-probabilities of learner and reference that the loss needs and its own pass does not compute.
 
         Returns:
             The tokens' log-probabilities, if the importance ratio is computed from them here.
         """
         needs, compared = self.needs(), None
-        logps = completions.learner_logps
-        if logps is None and not needs.one_pass and (needs.old_logps or needs.importance):
+        if not needs.one_pass and (needs.old_logps or needs.importance or needs.behaviour_anchor):
             logps = self.passes.logps(batch)
-        if logps is not None:
             batch["old_per_token_logps"] = logps
             if needs.importance is not None:
                 compared = compare_logps(batch, logps, needs.importance)
+            if needs.behaviour_anchor:
+                anchor_to_behaviour(batch, logps)
         if (reference := self.passes.reference_logps(batch)) is not None:
             batch["ref_per_token_logps"] = reference
         return compared

@@ -37,13 +37,8 @@ class Completions:
     """(B, T_b), 1 on tokens of the policy, 0 on results of tools and environments; None if all are the policy's."""
     conversations: Sequence[Conversation] | None = None
     """(B,), the turns of each completion; None in a run of single turns."""
-    learner_logps: torch.Tensor | None = None
-    """(B, T), the learner's log-probabilities under the older weights that sampled the completions; None on-policy."""
-
-    @property
-    def proof_logps(self) -> Logps:
-        """Log-probabilities that the learner's must equal under the same weights (proven weight sync)."""
-        return self.logps if self.unprocessed_logps is None else self.unprocessed_logps
+    is_on_policy: bool = True
+    """True if all tokens, on all workers, were sampled with the weights that are trained on them."""
 
     @property
     def lengths(self) -> list[int]:
@@ -65,6 +60,8 @@ class Rollout:
     """Columns that the loss reads: token ids, masks, log-probabilities and advantages with B rows, and scalars."""
     conversations: Sequence[Conversation] | None = None
     """(B,) the turns of each completion; None in a run of single turns."""
+    is_on_policy: bool = True
+    """True if all tokens, on all workers, were sampled with the weights that are trained on them."""
     groups: Sequence[GroupRecord] = field(default=(), compare=False)
     """Records of all groups that this worker drew for the step, trained on or not."""
     metrics: Mapping[str, float] = field(default_factory=dict, compare=False)

@@ -5,15 +5,16 @@ A `Sampler` takes rows (problems with their epoch and index, from which each com
 engine runs, or on when the completions were sampled.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from transformers import TrainerState
 
 from grpo_ray.config.schema import Config
 from grpo_ray.inference.arguments import request_seed
-from grpo_ray.inference.sampling import Completion, OnFinished, ignore_finished
+from grpo_ray.inference.sampling import Completion, OnFinished, ignore_finished, limit_tokens
 from grpo_ray.learner.collectives import Workers
 from grpo_ray.learner.rollouts.rollout import Completions, Rows
 from grpo_ray.models.tokenizer import tokenize_prompts
@@ -43,10 +44,16 @@ class Sampler(Protocol):
         """Return a completion for each row."""
 
     def start_ahead(self, state: TrainerState) -> None:
-        """Start sampling for the next step; called before the first micro-batch of a step is read."""
+        """Start sampling for later steps; called before the first micro-batch of a step is read."""
 
     def finish_ahead(self) -> None:
-        """Wait for completions of the next step; called after the last micro-batch, before the weights move."""
+        """Wait for completions of later steps; called after the last micro-batch, before the weights move."""
+
+    def save(self, folder: Path) -> None:
+        """Write the completions of later steps into a checkpoint's folder."""
+
+    def load(self, folder: Path) -> None:
+        """Read the completions of later steps from a checkpoint's folder; called before the first step."""
 
 
 class Turns(Protocol):
@@ -107,6 +114,12 @@ class OnPolicySampler:
     def finish_ahead(self) -> None:
         pass
 
+    def save(self, folder: Path) -> None:
+        pass
+
+    def load(self, folder: Path) -> None:
+        pass
+
 
 @dataclass(frozen=True)
 class SingleTurn:
@@ -124,13 +137,16 @@ class SingleTurn:
         return tokenize_prompts(self.tokenizer, prompts, self.config.chat_template_kwargs)
 
     def sample(self, rows: Rows) -> Completions:
-        return self.answer(rows, self.render(rows))
+        """Sample a completion for each row, with the row's seed."""
+        prompt_ids = self.render(rows)
+        requests = [self.engine.training_sampling | {"seed": self._seed(row)} for row in rows]
+        grade = ignore_finished
+        if self.start_grading is not None:  # otherwise texts are not needed yet
 
-    def answer(self, rows: Rows, prompt_ids: list[list[int]]) -> Completions:
-        """Sample a completion for each prompt, with the row's seed."""
-        seed, sampling = self.config.run.seed, self.engine.training_sampling
-        requests = [sampling | {"seed": request_seed(seed, row["id"], row["epoch"], row["index"])} for row in rows]
-        sampled = self.engine.run_requests(prompt_ids, requests, self._grade_when_finished(rows))
+            def grade(index: int, token_ids: list[int]) -> None:
+                self.grade(rows[index], token_ids)
+
+        sampled = self.engine.run_requests(prompt_ids, requests, grade)
         is_processed = bool(self.config.sampling.processing)
         return Completions(
             prompt_ids,
@@ -139,12 +155,34 @@ class SingleTurn:
             [each.unprocessed_logps for each in sampled] if is_processed else None,
         )
 
-    def _grade_when_finished(self, rows: Rows) -> OnFinished:
-        start = self.start_grading
-        if start is None:
-            return ignore_finished
-        decode = self.tokenizer.decode
-        return lambda index, token_ids: start(rows[index], decode(token_ids, skip_special_tokens=True))
+    def run_segments(
+        self,
+        rows: Rows,
+        contexts: list[list[int]],
+        limits: Sequence[int],
+        segments: Sequence[int],
+        on_finished: OnFinished,
+    ) -> list[Completion]:
+        """Sample the next segment of each row's completion.
+
+        Args:
+            contexts: (B,) token ids of the prompt and of earlier segments.
+            limits: (B,) largest number of tokens of the segment.
+            segments: (B,) number of the segment in its completion, from 0.
+        """
+        requests = [
+            limit_tokens(self.engine.training_sampling, limit) | {"seed": self._seed(row, segment)}
+            for row, limit, segment in zip(rows, limits, segments, strict=True)
+        ]
+        return self.engine.run_requests(contexts, requests, on_finished)
+
+    def _seed(self, row: Mapping[str, Any], segment: int = 0) -> int:
+        return request_seed(self.config.run.seed, row["id"], row["epoch"], row["index"], segment)
+
+    def grade(self, row: Mapping[str, Any], token_ids: list[int]) -> None:
+        """Start grading a finished completion, if a reward is graded early."""
+        if self.start_grading is not None:
+            self.start_grading(row, self.tokenizer.decode(token_ids, skip_special_tokens=True))
 
 
 @dataclass(frozen=True)

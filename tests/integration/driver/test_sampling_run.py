@@ -67,7 +67,7 @@ FORMED = [
     f"rollout.structured_outputs={json.dumps({'regex': FORM})}",
     "grpo.temperature=0.9",
     "grpo.beta=0.01",
-    "grpo.generate_ahead=true",
+    "rollout.max_staleness=1",
 ]
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from one_step_ahead import SequentialTrainer
 from peft import LoraConfig, get_peft_model
 from problem_stream import STREAM, StreamLearner, StreamTrainer, train_on_stream
+from stale_learners import UNGRADED, SegmentEngine
 from stock_trl import (
     LONGEST,
     NEAR,
@@ -132,14 +132,15 @@ def test_token_budget_learner_on_gpu_chooses_packing(tmp_path: Path, adapter: bo
 class AheadLearner(BudgetLearner):
     """Our learner, one step off-policy."""
 
-    overrides = (*BUDGET, "grpo.generate_ahead=true")
+    overrides = (*BUDGET, "rollout.max_staleness=1", UNGRADED)
+    engine_class = SegmentEngine
 
 
 @pytest.mark.parametrize("layout", MODELS)
 def test_token_budget_generating_ahead_keeps_it_too(tmp_path: Path, layout: str) -> None:
-    """The pass that scores completions generated ahead, against TRL with the same schedule."""
-    settings = {"max_steps": 4, "save_steps": 3, "epsilon": 0.02} | SPLIT
-    stock = reference_steps(SequentialTrainer, tmp_path, **settings)
+    """The pass that proves a round, and the loss on tokens of older weights, against TRL on the same batches."""
+    settings: dict[str, Any] = {"max_steps": 4, "vllm_importance_sampling_mode": "token_truncate"} | SPLIT
+    stock = reference_steps(GRPOTrainer, tmp_path, **settings)
     seen: list[int] = []
     ours, _ = train_steps(AheadLearner, tmp_path, make_model=partial(watched, MODELS[layout], seen), **settings)
     assert largest_difference(ours, stock) < NEAR

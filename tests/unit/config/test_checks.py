@@ -263,8 +263,9 @@ VIOLATIONS = {
     "structured_outputs_are_one_form": ["rollout.structured_outputs={regex: a, choice: [b]}"],
     "sampling_is_corrected_by_token": ["grpo.top_p=0.9", "grpo.vllm_importance_sampling_mode=sequence_truncate"],
     "heldout_sampling_is_possible": ["heldout.num_samples=4"],
-    "generate_ahead_is_not_sharded": ["grpo.generate_ahead=true", "cluster.shard_learner=true"],
-    "generate_ahead_goes_with_options": ["grpo.generate_ahead=true", "grpo.dynamic_sampling=1"],
+    "staleness_is_not_sharded": ["rollout.max_staleness=1", "cluster.shard_learner=true"],
+    "staleness_goes_with_options": ["rollout.max_staleness=1", "grpo.dynamic_sampling=1"],
+    "segments_continue_completions": ["rollout.max_staleness=2", "grpo.importance_sampling_level=sequence"],
     "followed_reference_is_not_sharded": ["grpo.sync_ref_model=true", "cluster.shard_learner=true"],
     "prompts_fit_into_a_pass_on_the_cpu": ["engine.vllm={enable_chunked_prefill: true}"],
     "quantized_engine_has_16_bits": ["engine.vllm={quantization: fp8}"],
@@ -320,7 +321,7 @@ VIOLATIONS = {
     ],
     "stop_on_names_active_warnings": ["run.stop_on=[truncation]", "health.truncation=null"],
     "notify_is_a_web_address": ["run.notify=ftp://host/"],
-    "turns_go_with_options": ["grpo.generate_ahead=true", "rollout.tools=['package.tools:add']"],
+    "turns_go_with_options": ["rollout.max_staleness=1", "rollout.tools=['package.tools:add']"],
     "rollout_function_goes_with_options": ["rollout.function=package.rollouts:play", "rollout.confine=true"],
     "environments_are_named_alike": ["rewards.functions=[environment]", "rollout.environment=null"],
     "remote_sandbox_is_complete": ["rollout.sandbox_url=http://sandbox:8080"],
@@ -480,7 +481,7 @@ FUNCTION = "rollout.function=package.rollouts:play"
     [
         ([FUNCTION, "rollout.tools=['package.tools:add']"], r"rollout\.function=.* does not go with rollout\.tools"),
         ([FUNCTION, "rollout.environment=games:Guess"], r"does not go with rollout\.environment: the function makes"),
-        ([FUNCTION, "grpo.generate_ahead=true"], r"grpo\.generate_ahead=true does not go with rollout\.function"),
+        ([FUNCTION, "rollout.max_staleness=1"], r"rollout\.max_staleness=1 does not go with rollout\.function"),
         (
             [FUNCTION, "rollout.sandbox_url=http://sandbox"],
             r"rollout\.sandbox_url has no effect without",
@@ -512,7 +513,8 @@ def test_config_fields_of_rollout_are_of_turns_or_of_functions_too() -> None:
     also_of_functions = {"tools", "environment", "function", "settings", "max_active", "max_result_tokens", "confine"}
     remote = {"sandbox_url", "sandbox_provider", "sandbox_token_variable"}
     fields = {field.name for field in dataclasses.fields(RolloutConfig)}
-    assert fields == {*FIELDS_OF_TURNS, *also_of_functions, *remote, "structured_outputs"}  # the last goes with none
+    of_single_turns = {"structured_outputs", "max_staleness", "anchor"}  # which go with neither
+    assert fields == {*FIELDS_OF_TURNS, *also_of_functions, *remote, *of_single_turns}
 
 
 def test_config_rollout_function_may_score_and_have_settings() -> None:

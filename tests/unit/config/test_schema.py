@@ -147,7 +147,7 @@ OVERRIDES = [
     "grpo.learning_rate=1e-6",
     "grpo.micro_batch_size=32",
     "rollout.max_turns=3",
-    "grpo.generate_ahead=true",
+    "rollout.max_staleness=1",
 ]
 """Valid settings of all sections, one or more of each type; any of them go together."""
 

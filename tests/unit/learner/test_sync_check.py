@@ -13,6 +13,7 @@ from grpo_ray.learner.sync_check import (
     ImportanceSampling,
     SyncChecker,
     TokenLogps,
+    anchor_to_behaviour,
     compare_logps,
     sampling_metrics,
     turn_gap_metrics,
@@ -189,14 +190,41 @@ def test_sync_checker_checks_all_micro_batches_at_once() -> None:
         checked.append((learner.tolist(), engine.tolist(), mask.tolist()))
 
     checker = SyncChecker(check)
-    assert checker.check_observed() is None and not checked
+    assert checker.take_observed(is_on_policy=True) is None and not checked
     checker.observe(tokens_of([-1.0], [-1.8], [0.5], proof=[-2.0]))
     checker.observe(None)
     checker.observe(tokens_of([-3.0, -4.0], [-2.8, -4.8], [1.0, 2.0], proof=[-3.0, -5.0]))
-    tokens = checker.check_observed()
+    tokens = checker.take_observed(is_on_policy=True)
     assert checked == [([-1.0, -3.0, -4.0], [-2.0, -3.0, -5.0], [1.0, 1.0, 1.0])]
     assert tokens is not None and tokens.ratios is not None and tokens.ratios.tolist() == [0.5, 1.0, 2.0]
-    assert checker.check_observed() is None and len(checked) == 1
+    assert checker.take_observed(is_on_policy=True) is None and len(checked) == 1
+
+
+def test_sync_checker_tokens_of_older_weights_are_returned_unchecked() -> None:
+    checked: list[torch.Tensor] = []
+    checker = SyncChecker(lambda learner, engine, mask: checked.append(learner))
+    checker.observe(ONE_TOKEN)
+    tokens = checker.take_observed(is_on_policy=False)
+    assert tokens is not None and tokens.learner.tolist() == ONE_TOKEN.learner.tolist() and not checked
+
+
+# Anchor
+
+
+def test_anchor_to_behaviour_worked_example() -> None:
+    batch = {
+        "sampling_per_token_logps": torch.tensor([[-1.0, math.nan, 0.0]]),
+        "importance_sampling_ratio": torch.tensor([[2.0, 1.0, 1.0]]),
+    }
+    anchor_to_behaviour(batch, torch.tensor([[-3.0, -4.0, -5.0]]))
+    assert batch["old_per_token_logps"].tolist() == [[-1.0, -4.0, 0.0]]  # the learner's where the engine has none
+    assert batch["importance_sampling_ratio"].tolist() == [[1.0, 1.0, 1.0]]
+
+
+def test_anchor_to_behaviour_without_correction_adds_no_ratio() -> None:
+    batch = {"sampling_per_token_logps": torch.tensor([[-1.0]])}
+    anchor_to_behaviour(batch, torch.tensor([[-3.0]]))
+    assert batch.keys() == {"sampling_per_token_logps", "old_per_token_logps"}
 
 
 def test_sync_checker_reset_forgets_tokens() -> None:
@@ -206,7 +234,7 @@ def test_sync_checker_reset_forgets_tokens() -> None:
     checker = SyncChecker(check)
     checker.observe(ONE_TOKEN)
     with pytest.raises(SyncError):
-        checker.check_observed()
+        checker.take_observed(is_on_policy=True)
     checker.observe(ONE_TOKEN)
     checker.reset()
-    assert checker.check_observed() is None
+    assert checker.take_observed(is_on_policy=True) is None

@@ -43,6 +43,11 @@ def test_rename_metrics_own_metrics_are_unchanged() -> None:
     assert rename_metrics(logs) == logs
 
 
+def test_rename_metrics_ages_of_tokens_are_unchanged() -> None:
+    logs = {"rollout/staleness_0": 0.25, "rollout/staleness_12": 0.75, "rollout/segments_mean": 2.0}
+    assert rename_metrics(logs | {"rollout/staleness_x": 1.0}) == logs
+
+
 def test_rename_metrics_those_of_tools_are_unchanged() -> None:
     logs = {"rollout/multiply/calls_mean": 1.5, "rollout/multiply/failed_share": 0.0}
     assert rename_metrics(logs | {"rollout/unknown": 1.0}) == logs

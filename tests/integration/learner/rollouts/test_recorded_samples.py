@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from one_step_ahead import OneStepOffPolicyLearner
+from stale_learners import StaleLearner
 from stock_trl import EQUAL, PARTLY, SIGNAL, ScriptedLearner, accumulated, train_steps
 
 from grpo_ray.storage.records.groups import GroupRecord, add_loss_tokens
@@ -113,10 +113,14 @@ def test_samples_clipped_tokens_are_masked(tmp_path: Path) -> None:
     assert len(shares) == 4 and 0.2 < sum(shares) / len(shares) < 0.8
 
 
-def test_samples_generated_ahead_have_logps_of_the_weights_before(tmp_path: Path) -> None:
-    samples = record(tmp_path, OneStepOffPolicyLearner, max_steps=3)
+def test_samples_of_older_weights_have_logps_of_the_weights_trained_on(tmp_path: Path) -> None:
+    samples = record(tmp_path, StaleLearner, max_steps=3, vllm_importance_sampling_mode="token_truncate")
     assert [(group.step, group.sample) for group in samples] == [
         (step, sample) for step in (1, 2, 3) for sample in ("first", "signal")
     ]
-    for group in samples:  # scored as a whole before the weights moved, without advantage too
-        assert all(each.learner_logps is not None for each in group.tokens or ())
+    plain = record(tmp_path, max_steps=3, vllm_importance_sampling_mode="token_truncate")
+    for group, expected in zip(samples, plain, strict=True):  # the scripted completions are the same at any time
+        assert group.tokens and expected.tokens
+        for mine, theirs in zip(group.tokens, expected.tokens, strict=True):
+            assert mine.learner_logps == theirs.learner_logps  # None without a gradient: the loss did not read it
+            assert (mine.learner_logps is None) == (group.sample == "first")

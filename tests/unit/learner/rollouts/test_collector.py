@@ -17,16 +17,18 @@ from grpo_ray.inference.sampling import Completion, OnFinished, ignore_finished
 from grpo_ray.learner.advantages import trl_advantages
 from grpo_ray.learner.batch import Batch
 from grpo_ray.learner.collectives import Workers
+from grpo_ray.learner.rollouts.bounded_staleness import BoundedStalenessSampler
 from grpo_ray.learner.rollouts.collector import Collector, LossNeeds
 from grpo_ray.learner.rollouts.dynamic_sampling import DynamicSampler
 from grpo_ray.learner.rollouts.group_batches import GroupBatches
 from grpo_ray.learner.rollouts.group_recorder import GroupRecorder
-from grpo_ray.learner.rollouts.one_step_off_policy import OneStepAheadSampler, is_followed_by_checkpoint
 from grpo_ray.learner.rollouts.padding import Padding
 from grpo_ray.learner.rollouts.recorded_samples import SampleChooser
 from grpo_ray.learner.rollouts.rollout import Rollout, Rows
 from grpo_ray.learner.rollouts.sampler import OnPolicySampler, Sampler, SingleTurn, WeightSync
 from grpo_ray.learner.rollouts.scoring import Reward, Scorer
+from grpo_ray.learner.rollouts.staleness_schedule import StalenessSchedule
+from grpo_ray.learner.rollouts.sync_probe import SyncProbe
 from grpo_ray.learner.schedule import DrawOrder
 from grpo_ray.learner.sync_check import ImportanceSampling
 from grpo_ray.storage.records.groups import GroupRecord
@@ -38,7 +40,7 @@ GROUP = 2
 LOGP, MOVED = -2.0, -2.0 + math.log(2)
 """Log-probability of a token by the engine, and by the learner: their ratio is 2."""
 IMPORTANCE = ImportanceSampling("token_truncate", high=1.5)
-AWAY_FROM_CHECKPOINT = TrainerState(global_step=0, save_steps=5, max_steps=9)
+STATE = TrainerState(global_step=0, save_steps=5, max_steps=9)
 
 
 @dataclass
@@ -81,7 +83,7 @@ class Script:
         self.calls.append("prove")
         assert logps.shape == batch["completion_ids"].shape
 
-    def compare_with_engine(self, learner_logps: torch.Tensor, engine_logps: torch.Tensor, mask: torch.Tensor) -> None:
+    def check_sync(self, learner_logps: torch.Tensor, engine_logps: torch.Tensor, mask: torch.Tensor) -> None:
         self.calls.append("compare")
         assert learner_logps.shape == engine_logps.shape == mask.shape
         self.checked.append(engine_logps[0].tolist())
@@ -96,18 +98,22 @@ def pay(completions: list[Any], id: list[str], index: list[int], **columns: Any)
 
 def make_collector(
     script: Script, *, ahead: bool = False, filter_logps: bool = False, rounds: int = 0, one_pass: bool = False,
-    steps: int = 0, metrics: Callable[[Mapping[str, float]], None] = lambda values: None,
+    steps: Callable[[], int] = lambda: 0, metrics: Callable[[Mapping[str, float]], None] = lambda values: None,
 ) -> Collector:  # fmt: skip
     """Return a real collector on one worker."""
     engine: Any = script
     config = load_config(None, ["grpo.top_p=0.9", "grpo.vllm_importance_sampling_mode=token_mask"] * filter_logps)
     workers, profiler = Workers(gather_objects=lambda own: [own]), PhaseProfiler()
     padding = Padding(0, None, 1.0)
-    sync = WeightSync(engine, lambda: steps)
+    sync = WeightSync(engine, steps)
     turn = SingleTurn(config, engine, TOKENIZER, None)
     sampler: Sampler = OnPolicySampler(sync, turn, workers, profiler)
     if ahead:
-        sampler = OneStepAheadSampler(sync, turn, script, padding, workers=workers, profiler=profiler)
+        sampler = BoundedStalenessSampler(
+            StalenessSchedule(1, longest=len(ANSWER), max_steps=9), sync, turn, SyncProbe(script, padding, workers),
+            num_generations=GROUP, shards=1, repeats=1, workers=workers, profiler=profiler, append_metrics=metrics,
+            notify=lambda line: None,
+        )  # fmt: skip
     weights = torch.ones(1)
     return Collector(
         sampler=sampler, padding=padding,
@@ -121,7 +127,7 @@ def make_collector(
         filler=DynamicSampler(rounds, GROUP, weights, padding, workers) if rounds else None,
         recorder=GroupRecorder(GROUP, ("pay",), weights, TOKENIZER, {TOKENIZER.eos_token_id}),
         chooser=SampleChooser(GROUP, weights, DrawOrder(workers)), order=DrawOrder(workers), workers=workers,
-        state=lambda: AWAY_FROM_CHECKPOINT,
+        state=lambda: STATE,
         append_metrics=metrics, count_tokens=lambda tokens: None,
     )  # fmt: skip
 
@@ -194,66 +200,67 @@ def test_roll_out_masked_truncated_completion_counts_no_token() -> None:
 # One step ahead
 
 
-def start(collector: Collector, problems: int) -> Iterable[Rows]:
-    """Collect the first step, and sample for the second one ahead; return the batches that are left."""
-    attached = iter(collector.attach(batches(problems)))
+def start(script: Script, **options: Any) -> tuple[Collector, Iterable[Rows]]:
+    """Collect the first step, sample for the second one, and take the first; return the batches that are left."""
+    taken: list[int] = []
+    collector = make_collector(script, ahead=True, steps=lambda: len(taken), **options)
+    attached = iter(collector.attach(batches(4)))
     collector.collect(next(attached))
-    collector.sampler.start_ahead(AWAY_FROM_CHECKPOINT)
+    collector.sampler.start_ahead(STATE)
     collector.sampler.finish_ahead()
-    return attached
+    taken.append(1)
+    return collector, attached
 
 
 def test_ahead_collects_what_was_sampled_ahead() -> None:
     script = Script()
-    collector = make_collector(script, ahead=True)
-    [rows] = start(collector, 4)
+    collector, [rows] = start(script)
+    # The first step is proven with its whole batch, the round with two of its completions.
     assert script.calls == ["sync", "generate", "score", "prove", "generate", "score", "compare"]
-    assert math.isnan(script.checked[0][1])
+    assert len(script.checked) == 1 and math.isnan(script.checked[0][1])
     rollout = collector.collect(rows)
-    assert script.calls[7:] == ["prove"]  # nothing is sampled or scored again
+    assert script.calls[7:] == ["score"]  # nothing is sampled or proven again; the present weights are the old policy
     assert numbers(rollout.groups) == [2, 3]  # the batch that was looked at is drawn, and not the one after it
+    assert not rollout.is_on_policy
     torch.testing.assert_close(rollout.batch["old_per_token_logps"], torch.full((4, 3), MOVED))
     ratio = rollout.batch["importance_sampling_ratio"]
     torch.testing.assert_close(ratio, torch.tensor([[1.5, 1.0, 1.5]] * 4))  # 2, truncated; 1 where there is none
 
 
-def test_ahead_for_other_prompts_raises() -> None:
-    collector = make_collector(Script(), ahead=True)
-    [rows] = start(collector, 4)
-    other = [row | {"prompt": [{"role": "user", "content": "2 + 2"}]} for row in rows]
-    with pytest.raises(RuntimeError, match="not those that completions were sampled for"):
-        collector.sampler.sample(other)
-
-
-def test_ahead_before_checkpoint_samples_nothing() -> None:
+def test_ahead_one_pass_leaves_stale_batch_to_the_loss() -> None:
     script = Script()
-    collector = make_collector(script, ahead=True)
-    attached = iter(collector.attach(batches(4)))
-    collector.collect(next(attached))
-    collector.sampler.start_ahead(TrainerState(global_step=4, save_steps=5, max_steps=9))
-    collector.sampler.finish_ahead()
-    collector.collect(next(attached))
-    assert script.calls.count("generate") == 2 and "compare" not in script.calls
+    collector, [rows] = start(script, one_pass=True)
+    collector.collect(rows)
+    assert script.calls == ["sync", "generate", "generate", "score", "compare"]
+
+
+def test_ahead_behaviour_anchor_replaces_old_policy() -> None:
+    script = Script()
+    collector, [rows] = start(script)
+    needs = LossNeeds(
+        importance=IMPORTANCE, old_logps=False, one_pass=False, behaviour_anchor=True, masks_truncated=False
+    )
+    collector.needs = lambda: needs
+    batch = collector.collect(rows).batch
+    torch.testing.assert_close(batch["old_per_token_logps"], torch.tensor([[LOGP, MOVED, LOGP]] * 4))
+    assert batch["importance_sampling_ratio"].eq(1).all()
+
+
+def test_ahead_for_other_rows_raises() -> None:
+    collector, [rows] = start(Script())
+    other = [row | {"id": f"{9:016x}"} for row in rows]
+    with pytest.raises(RuntimeError, match="not those that its completions were begun for"):
+        collector.sampler.sample(other)
 
 
 def test_ahead_filters_checks_logps_before_them() -> None:
     script = Script(unprocessed=[-3.0, -4.0, -5.0])
-    collector = make_collector(script, ahead=True, filter_logps=True)
-    start(collector, 4)
+    collector, [rows] = start(script, filter_logps=True)
     assert script.checked == [[-3.0, -4.0, -5.0]]
-    assert isinstance(collector.sampler, OneStepAheadSampler) and collector.sampler.ready is not None
-    assert collector.sampler.ready.logps[0] == [LOGP, None, LOGP]  # the importance ratio takes those after the filters
+    # The importance ratio takes those after the filters.
+    assert collector.sampler.sample(rows).logps[0] == [LOGP, None, LOGP]
 
 
 def test_ahead_failed_check_raises() -> None:
-    collector = make_collector(Script(fails=True), ahead=True)
     with pytest.raises(SyncError):
-        start(collector, 4)
-    assert isinstance(collector.sampler, OneStepAheadSampler)
-    assert collector.sampler.ready is None and collector.sampler.pending is None
-
-
-@pytest.mark.parametrize(("step", "expected"), [(0, False), (3, False), (4, True), (5, False), (8, True)])
-def test_is_followed_by_checkpoint_saved_or_last_step_true(step: int, expected: bool) -> None:
-    state = TrainerState(global_step=step, save_steps=5, max_steps=9)
-    assert is_followed_by_checkpoint(state) == expected
+        start(Script(fails=True))

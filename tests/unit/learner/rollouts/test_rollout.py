@@ -27,7 +27,7 @@ def test_padding_columns_with_tools_and_filters() -> None:
     batch = PADDING.columns(completions)
     assert batch["tool_mask"].tolist() == [[1, 0], [1, 1]]
     assert batch["unprocessed_per_token_logps"].tolist() == [[-1.5, 0.0], [-2.5, 0.0]]
-    assert completions.lengths == [1, 1] and completions.proof_logps == [[-1.5, 0.0], [-2.5]]
+    assert completions.lengths == [1, 1]
 
 
 @given(

@@ -1,10 +1,10 @@
-"""Generation one step ahead, in a thread of its own with a CUDA stream of its own."""
+"""Sampling of a round, in a thread of its own with a CUDA stream of its own."""
 
 from typing import Any
 
 
 def test_ahead_generates_the_completions_of_the_main_thread(machine: Any) -> None:
-    observed = machine.probe("ahead", "grpo.generate_ahead=true")
+    observed = machine.probe("ahead", "rollout.max_staleness=1")
     assert machine.dry or observed["model runner"] == 2
     assert observed["gap"]["proven"]
     assert observed["passes of the learner meanwhile"] >= 1
