@@ -334,8 +334,9 @@ def print_placement(
     """
     from grpo_ray.driver.placement_model.advice import advise_placement, recorded_steps
 
-    # The phases of steps that generate ahead do not show how long generating takes.
-    recorded = None if config.grpo.generate_ahead else recorded_steps(folder)
+    # The phases of steps during which engines work do not show how long generating takes.
+    is_ahead = config.rollout.max_staleness > 0 or config.engine.is_dedicated
+    recorded = None if is_ahead else recorded_steps(folder)
     advice = advise_placement(config, policy, recorded)
     if advice is not None:
         print("\n".join(advice.lines()))

@@ -49,9 +49,14 @@ def start_pool(config: Config, model_path: str, coordinator: Any, kind: type[Eng
 
 
 def completions_per_engine(config: Config) -> int:
-    """Return the largest number of completions of a generation batch that an engine gets."""
+    """Return the largest number of completions that an engine generates at the same time.
+
+    They are its part of a generation batch; with partial completions, which an engine continues beside those of the
+    next batch, twice as many.
+    """
     prompts, engines = config.sizes.prompts_per_generation, config.engine.replica_range[1]
-    return math.ceil(prompts / engines) * config.grpo.num_generations
+    batches = 2 if config.rollout.max_staleness > 1 else 1
+    return batches * math.ceil(prompts / engines) * config.grpo.num_generations
 
 
 @contextmanager

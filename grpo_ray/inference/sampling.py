@@ -33,6 +33,8 @@ class Completion:
     Empty if they were not requested."""
     unprocessed_logps: list[float | None]
     """(T,) the same before filters and penalties, after the temperature. Empty if the engine uses none of these."""
+    shard: int = 0
+    """Number of the shard of a round, which one of several dedicated engines has run; 0 for a colocated engine."""
 
 
 RunRound = Callable[[list[list[int]], list[dict[str, Any]], OnFinished], list[Completion]]

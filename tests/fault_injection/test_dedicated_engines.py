@@ -70,7 +70,7 @@ def test_run_after_a_killed_driver_equals_undisturbed(policy: Path, tmp_path: Pa
 @pytest.mark.parametrize("steps", [0, 2])
 def test_completions_do_not_depend_on_workers_and_engines(small_run: Callable[..., Any], steps: int) -> None:
     """The engines get the same shards from one worker and from two, with one engine and with two."""
-    completions = []
+    completions: list[dict[Any, Any]] = []
     for workers, replicas in (1, "2"), (2, "2"), (1, "[1, 2]"):
         settings = [f"cluster.num_workers={workers}", f"engine.replicas={replicas}", "grpo.learning_rate=0"]
         _, folder = small_run(f"run-{len(completions)}", *DEDICATED, *staleness(steps), *settings)

@@ -62,7 +62,7 @@ class Learner:
         )
         RunFolder(self.config.run.storage_path, "probe").write_text("", "config.yaml")
         self.coordinator = ray.remote(num_cpus=0)(RunCoordinator).remote()
-        self.pool = start_pool(self.config, policy, self.coordinator, OpenPool)
+        self.pool: Any = start_pool(self.config, policy, self.coordinator, OpenPool)
         if self.pool is not None:
             ray.get(self.pool.reserve.remote())
         self.learner = build_learner(

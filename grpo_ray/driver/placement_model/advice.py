@@ -130,7 +130,7 @@ def _colocated_up_to(work: Workload, gpus: int, stalenesses: tuple[int, ...]) ->
 def possible_stalenesses(config: "Config") -> tuple[int, ...]:
     """Return the values of `rollout.max_staleness` that a run's other settings allow and that may be worthwhile."""
     grpo = config.grpo
-    if grpo.dynamic_sampling or config.steps_per_batch > 1 or config.rollout.has_turns:
+    if grpo.dynamic_sampling or config.steps_per_batch > 1 or config.rollout.has_conversations:
         return ()
     return (1, *(k for k in (2, 4) if grpo.max_completion_length / k >= LEAST_SEGMENT))
 

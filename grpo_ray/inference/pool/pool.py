@@ -17,7 +17,7 @@ import contextlib
 import itertools
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ray
@@ -490,7 +490,7 @@ class EnginePool:
                         rank, index = key = shard.rows[place]
                         if key not in each.delivered:  # an engine that has died may have delivered it
                             each.delivered.add(key)
-                            each.waiting[rank].append((index, completion))
+                            each.waiting[rank].append((index, replace(completion, shard=shard.number)))
                     self._changed.notify_all()
             await asyncio.gather(*followers)
         except RoundAborted:

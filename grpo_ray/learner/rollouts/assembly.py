@@ -73,8 +73,6 @@ class LearnerParts:
     append_metrics: Callable[[Mapping[str, float]], None]
     count_tokens: Callable[[int], None]
     notify: Callable[[str], None]
-    shards: int = 1
-    """Largest number of engines that share a round; 1 for the colocated engine of a worker."""
 
 
 def build_collector(parts: LearnerParts) -> Collector:
@@ -124,14 +122,13 @@ def build_sampler(parts: LearnerParts, padding: Padding) -> Sampler:
         return OnPolicySampler(parts.sync, turns, workers, profiler)
     turn = SingleTurn(config, parts.engine, parts.tokenizer, grade)
     if config.rollout.max_staleness:
-        require_deterministic_model(parts.model, workers.device)
+        if not config.engine.is_dedicated:  # otherwise no engine draws numbers in this process
+            require_deterministic_model(parts.model, workers.device)
         return BoundedStalenessSampler(
             StalenessSchedule(config.rollout.max_staleness, parts.args.max_completion_length, parts.args.max_steps),
             parts.sync,
             turn,
             SyncProbe(parts.passes, padding, workers),
-            num_generations=parts.num_generations,
-            shards=parts.shards,
             repeats=parts.repeats,
             workers=workers,
             profiler=profiler,

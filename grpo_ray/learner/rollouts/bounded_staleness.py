@@ -150,7 +150,6 @@ class SegmentRequest:
     rollout: OpenRollout
     limit: int
     """Largest number of tokens."""
-    shard: int
 
 
 @dataclass
@@ -181,8 +180,6 @@ class BoundedStalenessSampler:
         turn: SingleTurn,
         probe: SyncProbe,
         *,
-        num_generations: int,
-        shards: int,
         repeats: int,
         workers: Workers,
         profiler: PhaseProfiler,
@@ -191,8 +188,6 @@ class BoundedStalenessSampler:
     ) -> None:
         """
         Args:
-            num_generations: rows of a group, which are next to each other.
-            shards: largest number of engines that share a round; group g of a step belongs to shard g modulo `shards`.
             repeats: number of times that the dataloader yields each batch.
             notify: shows the user a line; called on rank 0.
         """
@@ -200,8 +195,6 @@ class BoundedStalenessSampler:
         self.sync = sync
         self.turn = turn
         self.probe = probe
-        self.num_generations = num_generations
-        self.shards = shards
         self.repeats = repeats
         self.workers = workers
         self.profiler = profiler
@@ -349,7 +342,6 @@ class BoundedStalenessSampler:
 
     def _next_requests(self, batches: Sequence[OpenBatch], version: int) -> list[SegmentRequest]:
         """Return the requests of a round for the unfinished completions of some batches, in order."""
-        first_group = [self.workers.rank * (len(batch.rows) // self.num_generations) for batch in batches]
         return [
             SegmentRequest(
                 row,
@@ -358,10 +350,9 @@ class BoundedStalenessSampler:
                 self.schedule.token_limit(
                     batch.step, rollout.began if rollout.runs else version, len(rollout.token_ids)
                 ),
-                (first + place // self.num_generations) % self.shards,
             )
-            for batch, first in zip(batches, first_group, strict=True)
-            for place, (row, ids, rollout) in enumerate(zip(batch.rows, batch.prompt_ids, batch.rollouts, strict=True))
+            for batch in batches
+            for row, ids, rollout in zip(batch.rows, batch.prompt_ids, batch.rollouts, strict=True)
             if not rollout.finished
         ]
 
@@ -412,7 +403,7 @@ class BoundedStalenessSampler:
                 self._grade(request, completion.token_ids)
             rollout.add_segment(version, completion.token_ids, completion.logps, completion.unprocessed_logps)
             proof = completion.unprocessed_logps or completion.logps
-            segments.append(Segment(request.context, completion.token_ids, proof, age, request.shard))
+            segments.append(Segment(request.context, completion.token_ids, proof, age, completion.shard))
         return segments
 
     def _grade(self, request: SegmentRequest, token_ids: list[int]) -> None:

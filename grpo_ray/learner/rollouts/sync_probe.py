@@ -48,7 +48,7 @@ class Segment:
     age: int
     """Number of versions since the completion's first token; 0 if the round began it."""
     shard: int
-    """Number of the engine's shard that sampled it."""
+    """Number of the shard of the round that it belongs to, which one engine has run."""
 
 
 def choose_probes(segments: Iterable[Segment]) -> list[Segment]:

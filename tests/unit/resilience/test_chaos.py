@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from grpo_ray.errors import ConfigError
 from grpo_ray.resilience import chaos
-from grpo_ray.resilience.chaos import Fault, FaultInjector, describe_plan
+from grpo_ray.resilience.chaos import Fault, FaultInjector, describe_plan, fault_kinds, require_engines
 from grpo_ray.storage.run_folder import RunFolder
 
 
@@ -41,7 +42,36 @@ def test_kill_while_generating_comes_once_in_any_round(tmp_path: Path, monkeypat
 
         yield run_round
 
-    with injector._kill_while_generating(rounds) as run_round:
+    with injector._fail_while_generating(rounds) as run_round:
         for prompts in ([], [[1], [2]], [[3], [4]]):
             run_round(prompts, [{}] * len(prompts), lambda number, token_ids: finished.append(token_ids[0]))
     assert deaths == [0, 0] and finished == [3, 4]  # the fake death does not end the first round
+
+
+@pytest.mark.parametrize(("kind", "name"), [("kill-engine", "kill"), ("hang-engine", "hang")])
+def test_injector_disturbs_an_engine_once_while_it_generates(tmp_path: Path, kind: str, name: str) -> None:
+    calls: list[Any] = []
+
+    class Engine:
+        def disturb(self, number: int, kind: str) -> None:
+            calls.append((number, kind))
+
+    @contextmanager
+    def rounds() -> Iterator[Callable[..., Any]]:
+        yield lambda prompts, sampling, on_finished: [on_finished(number, each) for number, each in enumerate(prompts)]
+
+    injector = FaultInjector([Fault(kind, step=1, rank=3)], RunFolder(str(tmp_path), "run"), rank=3, workers=4)
+    injector._current_step = lambda: 1
+    injector._engine = Engine()
+    with injector._fail_while_generating(rounds) as run_round:
+        for _ in range(2):
+            run_round([[1], [2]], [{}, {}], lambda number, token_ids: calls.append(number))
+    assert calls == [(3, name), 0, 1, 0, 1]
+
+
+def test_fault_of_an_engine_needs_dedicated_engines() -> None:
+    with pytest.raises(ConfigError, match="kill-engine needs dedicated engines; set engine.placement=dedicated"):
+        require_engines(["hang", "kill-engine"], has_dedicated_engines=False)
+    require_engines(fault_kinds(False), has_dedicated_engines=False)
+    require_engines(fault_kinds(True), has_dedicated_engines=True)
+    assert set(fault_kinds(True)) - set(fault_kinds(False)) == {"kill-engine", "hang-engine"}

@@ -121,7 +121,7 @@ def test_pool_repeats_the_shard_of_a_killed_engine(two_engines: Any, folder: Pat
     client = Client(two_engines, "killed")
     client.sync(4)
     number = client.submit([[1], [2], [SLOW]])  # the first and the last one are of one shard
-    wait_for(lambda: list(folder.glob("waiting-*")), "an engine at work", LIMIT)
+    wait_for(lambda: bool(list(folder.glob("waiting-*"))), "an engine at work", LIMIT)
     (waiting,) = folder.glob("waiting-*")
     (engine,) = [each for each in engines(two_engines) if waiting.name == f"waiting-{each['number']}"]
     os.kill(engine["pids"][0], signal.SIGKILL)

@@ -164,8 +164,8 @@ def test_check_prints_and_records_the_advice(tmp_path: Path, capsys: pytest.Capt
     text, recorded = printed(run_of(), folder, capsys)
     assert text.startswith("engines (simulated, from recorded steps): ")
     assert recorded["placement"]["is_recorded"] is True and len(recorded["placement"]["comparison"]["dedicated"]) == 3
-    # Steps that generate ahead do not show how long generating takes.
-    text, recorded = printed(run_of(grpo={"generate_ahead": True}), folder, capsys)
+    # Steps during which the engine works do not show how long generating takes.
+    text, recorded = printed(run_of(rollout={"max_staleness": 1}), folder, capsys)
     assert "assuming H100s" in text and recorded["placement"]["is_recorded"] is False
 
 

@@ -112,7 +112,7 @@ class Run:
         )
         self.sampler = BoundedStalenessSampler(
             StalenessSchedule(self.staleness, LONGEST, STEPS), WeightSync(engine, lambda: self.version),
-            turn, SyncProbe(engine, Padding(0, None, 1.0), workers), num_generations=GROUP, shards=1, repeats=1,
+            turn, SyncProbe(engine, Padding(0, None, 1.0), workers), repeats=1,
             workers=workers, profiler=PhaseProfiler(), append_metrics=lambda values: self.metrics.append(dict(values)),
             notify=self.lines.append,
         )  # fmt: skip
@@ -259,13 +259,3 @@ def test_sampler_metrics_of_a_step() -> None:
     of_times = [each for each in run.metrics if "engine/idle_share" in each]
     assert len(of_times) == 3
     assert all(0 <= each[name] <= 1 for each in of_times for name in ("engine/idle_share", "learner/idle_share"))
-
-
-def test_sampler_group_belongs_to_the_shard_of_its_place_in_the_step() -> None:
-    run = Run()
-    run.sampler.shards = 2
-    batch = run.sampler._begin(next(run.batches), 0)
-    assert [each.shard for each in run.sampler._next_requests([batch], 0)] == [0, 0, 1, 1]
-    run.sampler.workers = Workers(rank=1, count=2)  # whose groups follow the two of the first worker
-    run.sampler.shards = 3
-    assert [each.shard for each in run.sampler._next_requests([batch], 0)] == [2, 2, 0, 0]

@@ -111,7 +111,7 @@ def make_collector(
     if ahead:
         sampler = BoundedStalenessSampler(
             StalenessSchedule(1, longest=len(ANSWER), max_steps=9), sync, turn, SyncProbe(script, padding, workers),
-            num_generations=GROUP, shards=1, repeats=1, workers=workers, profiler=profiler, append_metrics=metrics,
+            repeats=1, workers=workers, profiler=profiler, append_metrics=metrics,
             notify=lambda line: None,
         )  # fmt: skip
     weights = torch.ones(1)
