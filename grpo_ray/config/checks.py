@@ -262,9 +262,9 @@ def staleness_is_not_sharded(config: "Config") -> str | None:
     staleness = config.rollout.max_staleness
     if staleness and config.cluster.shard_learner and not config.engine.is_dedicated:
         return (
-            f"rollout.max_staleness={staleness} with colocated engines does not go with cluster.shard_learner=true, "
-            "whose weights are gathered in the middle of a step; set engine.placement=dedicated, "
-            "cluster.shard_learner=false, or rollout.max_staleness=0"
+            f"rollout.max_staleness={staleness} does not go with cluster.shard_learner=true and colocated engines: "
+            "the learner's weights are gathered in the middle of a step; set cluster.shard_learner=false, or "
+            "engine.placement=dedicated, or rollout.max_staleness=0"
         )
     return None
 

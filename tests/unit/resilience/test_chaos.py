@@ -70,7 +70,7 @@ def test_injector_disturbs_an_engine_once_while_it_generates(tmp_path: Path, kin
 
 
 def test_fault_of_an_engine_needs_dedicated_engines() -> None:
-    with pytest.raises(ConfigError, match="kill-engine needs dedicated engines; set engine.placement=dedicated"):
+    with pytest.raises(ConfigError, match=r"kill-engine needs dedicated engines; set engine\.placement=dedicated"):
         require_engines(["hang", "kill-engine"], has_dedicated_engines=False)
     require_engines(fault_kinds(False), has_dedicated_engines=False)
     require_engines(fault_kinds(True), has_dedicated_engines=True)
