@@ -413,10 +413,10 @@ def plan_memory(
     """Choose the size of the learner's passes, and whether they recompute activations, for one GPU.
 
     The size is the largest number of tokens that fits, beside a colocated engine if there is one, and leaves MARGIN of
-    the GPU free, up to MAX_TOKENS and the worker's part of a step, and at least one sequence of the maximum length. Recomputation costs a
-    third more arithmetic, and smaller passes pay their fixed cost (PASS_COST) more often; the choice with the lower
-    cost per token is taken. Passes without recomputation cost less than passes of MAX_TOKENS with it from about 5,000
-    tokens on. Settings of the config (`grpo.tokens_per_micro_batch`, `grpo.micro_batch_size`,
+    the GPU free, up to MAX_TOKENS and the worker's part of a step, and at least one sequence of the maximum length.
+    Recomputation costs a third more arithmetic, and smaller passes pay their fixed cost (PASS_COST) more often; the
+    choice with the lower cost per token is taken. Passes without recomputation cost less than passes of MAX_TOKENS with
+    it from about 5,000 tokens on. Settings of the config (`grpo.tokens_per_micro_batch`, `grpo.micro_batch_size`,
     `grpo.gradient_checkpointing`) are kept.
 
     Args:
