@@ -298,7 +298,7 @@ def run_check(arguments: argparse.Namespace) -> int:
         with ProgressLine(config.grpo.max_steps, name=f"check {config.run.name}") as progress:
             run_preflight(RunContext(config, folder, progress), AUDIT_CHECKS)
             report = audit(config, sample=arguments.sample, on_progress=progress.phase)
-        print_audit(report)
+        print_audit(report, config)
         lease.confirm()
         complete = arguments.sample is None  # a sample's list would replace that of a complete check
         if complete:

@@ -134,8 +134,12 @@ def print_evaluation(evaluation: "EvaluationResult", name: str = "", *, is_verdi
     Console().print(table, highlight=False)
 
 
-def print_audit(report: "AuditReport") -> None:
-    """Print an audit: splits, kinds and topics, findings, rewards, memory."""
+def print_audit(report: "AuditReport", config: Config) -> None:
+    """Print an audit: splits, kinds and topics, findings, rewards, memory.
+
+    Args:
+        config: config of the run.
+    """
     console = _wide_console()
 
     def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
@@ -172,7 +176,7 @@ def print_audit(report: "AuditReport") -> None:
         show(title, ["", "arguments", "status", "result", "seconds"], calls)
         for notice in report.tools.notices:
             console.print(escape(notice), highlight=False)
-    show_memory(report.memory, show)
+    show_memory(report.memory, config, show)
 
 
 def print_probes(reports: "Sequence[ProbeReport]") -> None:
@@ -272,10 +276,10 @@ ShowTable = Callable[[str, Sequence[str], Sequence[Sequence[object]]], None]
 """Prints a table: title, columns, rows."""
 
 
-def show_memory(cards: Sequence[CardMemory], show: ShowTable) -> None:
+def show_memory(cards: Sequence[CardMemory], config: Config, show: ShowTable) -> None:
     """Show a worker's memory on each GPU, and its parts on the smallest one on which it fits."""
-    if cards[0].plan.estimate.is_dedicated:
-        _show_dedicated_memory(cards, show)
+    if config.engine.is_dedicated:
+        _show_dedicated_memory(cards, config, show)
         return
     fraction = cards[0].plan.gpu_memory_utilization
     millions = cards[0].plan.estimate.parameters / 1e6
@@ -301,11 +305,11 @@ def show_memory(cards: Sequence[CardMemory], show: ShowTable) -> None:
     show(f"parts on a GPU of {shown.card}", ["", ""], parts)
 
 
-def _show_dedicated_memory(cards: Sequence[CardMemory], show: ShowTable) -> None:
+def _show_dedicated_memory(cards: Sequence[CardMemory], config: Config, show: ShowTable) -> None:
     """Show the memory of a worker and of a dedicated engine on each GPU, which may be of different sizes."""
     fraction = cards[0].plan.gpu_memory_utilization
     millions = cards[0].plan.estimate.parameters / 1e6
-    note = f"{millions:,.1f}M parameters, engine.placement=dedicated (GiB, estimated, not measured)"
+    workers, engine = config.to_dict()["cluster"]["num_workers"], config.to_dict()["engine"]
     of_worker = [
         [
             each.card,
@@ -318,7 +322,8 @@ def _show_dedicated_memory(cards: Sequence[CardMemory], show: ShowTable) -> None
         for each in cards
     ]
     columns = ["GPU", "usable", "used", "fits", "tokens per pass", "recomputes"]
-    show(f"GPU memory of a worker, which holds the learner alone, {note}", columns, of_worker)
+    title = f"GPU memory of a worker (cluster.num_workers={workers}), which holds the learner alone"
+    show(f"{title}, {millions:,.1f}M parameters (GiB, estimated, not measured)", columns, of_worker)
     of_engine = [
         [
             each.card,
@@ -331,7 +336,8 @@ def _show_dedicated_memory(cards: Sequence[CardMemory], show: ShowTable) -> None
         for each in cards
     ]
     columns = ["GPU", "usable", "used", "fits", "without KV cache", "completions at once"]
-    show(f"GPU memory of an engine, engine.gpu_memory_utilization={fraction:g}", columns, of_engine)
+    count = f"engine.replicas={engine['replicas']}, engine.tensor_parallel_size={engine['tensor_parallel_size']}"
+    show(f"GPU memory of a dedicated engine ({count}, engine.gpu_memory_utilization={fraction:g})", columns, of_engine)
     shown = next((each for each in cards if each.plan.fits), cards[-1])
     parts = [[name, f"{size / GIB:.2f} GiB"] for name, size in shown.plan.estimate.parts.items()]
     show(f"parts on a worker's GPU of {shown.card} and on an engine's GPU", ["", ""], parts)

@@ -156,10 +156,20 @@ def _training_rows(facts: CardFacts) -> list[tuple[str, str]]:
     ]
     shown = [(label, _code(value)) for label, value in rows if value is not None]
     if workers is not None:
-        shown.append(("hardware", f"{_code(workers)} workers, each with one {device}" if uses_gpu else device))
+        engines = _dedicated_engines(facts)
+        shown.append(("hardware", f"{_code(workers)} workers, each with one {device}{engines}" if uses_gpu else device))
     if facts.seconds:
         shown.append(("time of the steps", f"{facts.seconds / 3600:.2f} hours"))
     return shown
+
+
+def _dedicated_engines(facts: CardFacts) -> str:
+    """Return the end of a sentence on the GPUs of workers that adds those of dedicated engines; "" without them."""
+    if facts.field("engine", "placement") != "dedicated":
+        return ""
+    replicas, size = (facts.field("engine", name) for name in ("replicas", "tensor_parallel_size"))
+    gpus = "one GPU" if size in (1, None) else f"{_code(size)} GPUs"
+    return f", and {_code(1 if replicas is None else replicas)} engines, each with {gpus} of its own"
 
 
 def _is_off(facts: CardFacts, name: str) -> bool:

@@ -310,6 +310,7 @@ def test_configs_exist() -> None:
     assert {path.name for path in CONFIGS} >= {
         "arithmetic.yaml",
         "arithmetic-qlora.yaml",
+        "arithmetic-dedicated.yaml",
         "gsm8k.yaml",
         "deepmath-qwen2.5-0.5b.yaml",
         "deepmath-qwen2.5-7b-lora.yaml",

@@ -63,8 +63,19 @@ def _generation_batch(grpo: Mapping[str, Any]) -> str | None:
     return f"{_format_value(steps)} steps x {_format_value(epochs[0] if epochs else 1)} epochs"
 
 
+def _dedicated_engines(engine: Mapping[str, Any], device: str) -> str | None:
+    """Describe dedicated engines; None for colocated ones, of which each worker has one."""
+    if engine.get("placement") != "dedicated":
+        return None
+    size = engine.get("tensor_parallel_size", 1)
+    text = f"{_format_value(engine.get('replicas', 1))} dedicated"
+    if device == "CPU":
+        return f"{text} on CPU" if size == 1 else f"{text}, each of {_format_value(size)} processes on CPU"
+    return f"{text}, each on {_format_value(size)} {'GPU' if size == 1 else 'GPUs'}"
+
+
 def run_facts(run: RunData) -> list[tuple[str, str]]:
-    """Return name and value of each fact at the top of the page: model, data, rewards, workers and so on."""
+    """Return name and value of each fact at the top of the page: model, data, rewards, workers, engines and so on."""
     model, data, rewards, cluster, grpo = (
         run.section(name) for name in ("model", "data", "rewards", "cluster", "grpo")
     )
@@ -75,6 +86,7 @@ def run_facts(run: RunData) -> list[tuple[str, str]]:
         "data": shown_training(data.get("train")),
         "rewards": rewards.get("functions"),
         "workers": f"{_format_value(cluster['num_workers'])} on {device}" if "num_workers" in cluster else None,
+        "engines": _dedicated_engines(run.section("engine"), device),
         "per step": f"{prompts} problems x {completions} completions" if grpo else None,
         "per generation batch": _generation_batch(grpo),
         "commit": run.section("versions").get("commit"),

@@ -104,14 +104,20 @@ def memory_tables(*overrides: str) -> dict[str, list[dict[str, str]]]:
     def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
         shown[title] = [dict(zip(columns, map(str, row), strict=True)) for row in rows]
 
-    show_memory(plan_cards(config, BILLION, 4096), show)
+    show_memory(plan_cards(config, BILLION, 4096), config, show)
     return shown
 
 
 def test_show_memory_of_dedicated_engines_has_both_kinds_of_gpus() -> None:
-    worker, engine, parts = memory_tables("engine.placement=dedicated").items()
-    assert worker[0].startswith("GPU memory of a worker, which holds the learner alone, 1,500.0M parameters")
-    assert engine[0] == "GPU memory of an engine, engine.gpu_memory_utilization=0.9"
+    worker, engine, parts = memory_tables("engine.placement=dedicated", "engine.replicas=[1, 4]").items()
+    assert worker[0] == (
+        "GPU memory of a worker (cluster.num_workers=1), which holds the learner alone, 1,500.0M parameters (GiB, "
+        "estimated, not measured)"
+    )
+    assert engine[0] == (
+        "GPU memory of a dedicated engine (engine.replicas=[1, 4], engine.tensor_parallel_size=1, "
+        "engine.gpu_memory_utilization=0.9)"
+    )
     assert [row["GPU"] for row in worker[1]] == [row["GPU"] for row in engine[1]] == list(GPU_CARDS)
     of_worker, of_engine = ({row["GPU"]: row for row in table[1]} for table in (worker, engine))
     # 16 bytes for each of 1.5e9 parameters are 22.4 GiB, above a GPU of 24 GB; the engine's 2 bytes are 2.8 GiB.

@@ -163,6 +163,21 @@ def test_card_training_time_and_hardware(tmp_path: Path) -> None:
     assert "`checkpoint-000030` of the run `run`, after 30 steps." in card
 
 
+@pytest.mark.parametrize(
+    ("engine", "text"),
+    [
+        ({"replicas": 2, "tensor_parallel_size": 4}, "`2` engines, each with `4` GPUs of its own |"),
+        ({"replicas": [1, 2]}, "`[1, 2]` engines, each with one GPU of its own |"),
+        ({"replicas": "<b>|"}, "engines, each with one GPU of its own |"),  # a run folder may be a stranger's
+    ],
+)
+def test_card_counts_dedicated_engines(tmp_path: Path, engine: dict[str, Any], text: str) -> None:
+    config = changed(cluster={"use_gpu": True, "num_workers": 4}, engine={"placement": "dedicated"} | engine)
+    (line,) = (each for each in card_of(write_run(tmp_path, config=config)).splitlines() if "| hardware |" in each)
+    assert line.startswith("| hardware | `4` workers, each with one GPU, and ") and line.endswith(text)
+    assert "<b>" not in line.replace("`<b>", "")
+
+
 def test_card_of_empty_run_folder_is_written(tmp_path: Path) -> None:
     folder = RunFolder(str(tmp_path), "bare")
     manifest = {"metrics": {"step": 2}, "serial": 1, "files": {}}

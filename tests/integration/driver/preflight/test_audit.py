@@ -98,7 +98,7 @@ def test_audit_measures_prompts_rewards_and_memory(report: AuditReport) -> None:
 
 def test_audit_report_is_printed_and_becomes_json(report: AuditReport, capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(json.dumps(report.to_dict()))["unverifiable_ids"] == report.unverifiable_ids
-    print_audit(report)
+    print_audit(report, load_config())
     printed = capsys.readouterr().out
     expected = (id_of(TRAIN[2]), "cannot be parsed", "engine.gpu_memory_utilization=0.3", "completions at once")
     assert [text for text in expected if text not in printed] == []
@@ -180,8 +180,9 @@ def games(cluster: None, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 def test_audit_of_an_environment_shows_its_trial_and_no_solutions(
     games: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    report = audit(load_config(None, games))
-    print_audit(report)
+    config = load_config(None, games)
+    report = audit(config)
+    print_audit(report, config)
     printed = capsys.readouterr().out
     assert report.tools is not None and [each.name for each in report.tools.trials][:2] == ["reset of game"] * 2
     assert "reset of game" in printed and "solutions" not in printed and "can never be rewarded" not in printed

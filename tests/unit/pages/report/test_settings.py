@@ -1,6 +1,7 @@
 """Tests of the description of a run at the top of its report."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from page_samples import CONFIG, write_run
@@ -23,3 +24,22 @@ def test_run_facts_name_the_uses_of_a_generation_batch(
 ) -> None:
     folder = write_run(tmp_path, config=CONFIG | {"grpo": CONFIG["grpo"] | fields})
     assert dict(run_facts(read_run(str(folder.local)))).get("per generation batch") == expected
+
+
+@pytest.mark.parametrize(
+    ("engine", "use_gpu", "expected"),
+    [
+        ({}, True, None),
+        ({"placement": "colocated", "replicas": 1}, True, None),
+        ({"placement": "dedicated"}, True, "1 dedicated, each on 1 GPU"),
+        ({"placement": "dedicated", "replicas": [2, 4]}, True, "[2, 4] dedicated, each on 1 GPU"),
+        ({"placement": "dedicated", "replicas": 2, "tensor_parallel_size": 4}, True, "2 dedicated, each on 4 GPUs"),
+        ({"placement": "dedicated", "replicas": 2}, False, "2 dedicated on CPU"),
+        ({"placement": "dedicated", "tensor_parallel_size": 2}, False, "1 dedicated, each of 2 processes on CPU"),
+    ],
+)
+def test_run_facts_name_dedicated_engines(
+    tmp_path: Path, engine: dict[str, Any], use_gpu: bool, expected: str | None
+) -> None:
+    config = CONFIG | {"engine": engine, "cluster": CONFIG["cluster"] | {"use_gpu": use_gpu}}
+    assert dict(run_facts(read_run(str(write_run(tmp_path, config=config).local)))).get("engines") == expected
