@@ -1633,8 +1633,32 @@ FAULTS = (
     Fault(
         "no-gpu-left-for-measuring-accepted",
         "driver/cluster/connection.py",
-        'if cluster.use_gpu and total["GPU"] < workers + engine_gpus:',
+        'if cluster.use_gpu and total["GPU"] < of_training + engine_gpus:',
         'if cluster.use_gpu and total["GPU"] < engine_gpus:',
+    ),
+    Fault(
+        "engine-over-two-nodes-accepted",
+        "driver/cluster/connection.py",
+        "if on_nodes < least:",
+        "if on_nodes < 1:",
+    ),
+    Fault(
+        "elastic-workers-take-the-gpus-of-dedicated-engines",
+        "driver/cluster/connection.py",
+        "engines = dedicated_processes(config) if config.cluster.use_gpu else 0",
+        "engines = 0",
+    ),
+    Fault(
+        "dedicated-engine-counted-on-the-workers-gpu",
+        "models/memory.py",
+        "        if self.is_dedicated:\n            return self.others",
+        "        if self.sleep_mode:\n            return self.others",
+    ),
+    Fault(
+        "structured-outputs-with-dedicated-engines-accepted",
+        "config/checks.py",
+        'config.rollout.structured_outputs is not None and "rollout.structured_outputs",',
+        'False and "rollout.structured_outputs",',
     ),
     Fault(
         "elastic-run-takes-the-gpu-of-the-measuring-engine",
