@@ -392,6 +392,7 @@ class BoundedStalenessSampler:
             [each.context for each in requests],
             [each.limit for each in requests],
             [len(each.rollout.runs) for each in requests],
+            [each.shard for each in requests] if self.shards > 1 else None,
             grade,
         )
         self._times.add_round(time.perf_counter() - began)

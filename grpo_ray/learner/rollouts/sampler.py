@@ -161,6 +161,7 @@ class SingleTurn:
         contexts: list[list[int]],
         limits: Sequence[int],
         segments: Sequence[int],
+        shards: Sequence[int] | None,
         on_finished: OnFinished,
     ) -> list[Completion]:
         """Sample the next segment of each row's completion.
@@ -169,11 +170,15 @@ class SingleTurn:
             contexts: (B,) token ids of the prompt and of earlier segments.
             limits: (B,) largest number of tokens of the segment.
             segments: (B,) number of the segment in its completion, from 0.
+            shards: (B,) number of the engine's shard that samples the row, as the item `shard` of its arguments; None
+                for an engine without shards.
         """
         requests = [
             limit_tokens(self.engine.training_sampling, limit) | {"seed": self._seed(row, segment)}
             for row, limit, segment in zip(rows, limits, segments, strict=True)
         ]
+        if shards is not None:
+            requests = [request | {"shard": shard} for request, shard in zip(requests, shards, strict=True)]
         return self.engine.run_requests(contexts, requests, on_finished)
 
     def _seed(self, row: Mapping[str, Any], segment: int = 0) -> int:

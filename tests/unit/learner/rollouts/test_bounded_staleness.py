@@ -261,6 +261,22 @@ def test_sampler_metrics_of_a_step() -> None:
     assert all(0 <= each[name] <= 1 for each in of_times for name in ("engine/idle_share", "learner/idle_share"))
 
 
+def test_sampler_requests_of_shards_name_them() -> None:
+    run = Run()
+    run.sampler.shards = 2
+    seen: list[Any] = []
+    whole = run.engine.run_requests
+
+    def run_requests(prompts: Any, sampling: Any, on_finished: Any) -> list[Completion]:
+        seen.append([each.get("shard") for each in sampling])
+        return whole(prompts, sampling, on_finished)
+
+    run.engine.run_requests = run_requests  # type: ignore[method-assign]
+    run.steps(2)
+    assert seen[:2] == [[0, 0, 1, 1], [0, 0, 1, 1] * 2]
+    assert seen[2] == [0, 1, 0, 0, 1, 1]  # a continued completion stays in the shard of its group
+
+
 def test_sampler_group_belongs_to_the_shard_of_its_place_in_the_step() -> None:
     run = Run()
     run.sampler.shards = 2
