@@ -197,13 +197,18 @@ class Ledger:
             ids: epoch -> its open problems.
 
         Raises:
-            LedgerError: an epoch is closed, or a problem is used in it.
+            LedgerError: an epoch is closed, or a problem is used in it. The ledger is then unchanged.
         """
+        records = {}
         for epoch in {*self._open, *ids}:
             record = self._open.get(epoch, _EMPTY_EPOCH)
             drawn = np.unique(ids_to_uint64(ids.get(epoch, ())))
+            if epoch < self.closed_epochs:
+                _raise_if_any(epoch, drawn, "would be open, though the epoch is closed")
             _raise_if_any(epoch, drawn[isin_sorted(drawn, record.used)], "would be open, though used")
-            self._set_record(epoch, record._replace(open=_read_only(drawn)))
+            records[epoch] = record._replace(open=_read_only(drawn))
+        for epoch, record in records.items():
+            self._replace_record(epoch, record)
 
     def open(self, epoch: int) -> IdArray:
         """Return the problems of an epoch that are drawn for steps after the checkpoint."""

@@ -31,6 +31,7 @@ from grpo_ray.inference.sampling import (
     RunRound,
     completion_of,
     ignore_finished,
+    limit_tokens,
     require_space,
 )
 from grpo_ray.inference.unprocessed_logprobs import install_unprocessed_logprobs
@@ -120,6 +121,11 @@ class LocalEngine:
             install_unprocessed_logprobs(logits_sampler(self.llm))
         self.form_masks = FormMasks(self.llm) if self.config.sampling.structured_outputs else None
         """Tokens that the form of the run's completions allows; None without a form."""
+        if self.form_masks is not None:
+            # vLLM compiles a form with the first request, and a learner that resumes with completions of later steps
+            # reads the form before it.
+            shortest = request_parameters(limit_tokens(self.training_sampling, 1))
+            self.llm.generate([{"prompt_token_ids": [0]}], shortest, use_tqdm=False)
         rank = torch.distributed.get_rank(group=self.tp_group) if self.tensor_parallel_size > 1 else 0
         self.weight_proof = WeightProof(self.notify, self.gather_in_group, rank)
         wait_for_others()

@@ -105,7 +105,7 @@ class FormMasks:
         """Return a reader of the masks under which the engine has sampled the tokens of completions.
 
         Args:
-            completions: token ids of completions of this run. The engine has already sampled some.
+            completions: token ids of completions of this run. The engine has had a request with the form.
         """
         return MaskReader(self._manager.backend, lambda: self._manager._create_grammar(self._request), completions)
 

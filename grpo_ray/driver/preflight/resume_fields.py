@@ -108,6 +108,7 @@ APPLIED: dict[str, tuple[str, ...]] = {
         "cluster.use_gpu", "cluster.cpus_per_worker", "cluster.threads_per_worker", "model.share_base",
         "rewards.model_gpus",
         "model.trust_remote_code", "engine.placement", "engine.replicas", "engine.tensor_parallel_size",
+        "engine.transport",
         "engine.gpu_memory_utilization", "engine.cpu_cache_gib", "engine.max_model_len",
         "engine.logprob_tolerance", "engine.adapter", "engine.compile_cache", "engine.vllm", "grpo.micro_batch_size",
         "grpo.tokens_per_micro_batch", "grpo.exact_savings", "grpo.tf32",

@@ -585,6 +585,7 @@ class AnyRun(RuleBasedStateMachine):
         self.left_out: dict[int, set[str]] = {epoch: set() for epoch in self.EPOCHS}
         self.folder = tempfile.TemporaryDirectory()
         self.saved: bytes | None = None
+        self.open: dict[int, set[str]] = {epoch: set() for epoch in self.EPOCHS}
         for epoch, share in enumerate(shares):
             self.left_out[epoch] = set(ids[: int(share * len(ids))])
             self.ledger.set_curriculum(epoch, self.left_out[epoch], ids[-2:])
@@ -622,6 +623,23 @@ class AnyRun(RuleBasedStateMachine):
             ids = data.draw(st.lists(st.sampled_from(left), min_size=1, max_size=5, unique=True))
             self.ledger.mark(epoch, ids)
             self.used[epoch] |= set(ids)
+            self.open[epoch] -= set(ids)
+
+    @rule(data=st.data())
+    def set_open(self, data: st.DataObject) -> None:
+        self.open = {
+            epoch: data.draw(st.sets(st.sampled_from(left))) if (left := self.left(epoch)) else set()
+            for epoch in self.EPOCHS
+        }
+        self.ledger.set_open({epoch: ids for epoch, ids in self.open.items() if ids})
+
+    @rule(data=st.data(), epoch=st.sampled_from(EPOCHS))
+    def set_used_open(self, data: st.DataObject, epoch: int) -> None:
+        if self.used[epoch]:
+            before = self.ledger.copy()
+            with pytest.raises(LedgerError):
+                self.ledger.set_open({epoch: [data.draw(st.sampled_from(sorted(self.used[epoch])))]})
+            assert self.ledger == before
 
     @precondition(lambda self: self.closed_epochs < 3 and self.left_out[self.closed_epochs])
     @rule(data=st.data())
@@ -642,14 +660,14 @@ class AnyRun(RuleBasedStateMachine):
     @rule()
     def save(self) -> None:
         self.ledger.save(Path(self.folder.name))
-        self.saved = pickle.dumps((self.used, self.left_out))
+        self.saved = pickle.dumps((self.used, self.left_out, self.open))
 
     @precondition(lambda self: self.saved)
     @rule()
     def restart_from_checkpoint(self) -> None:
         assert self.saved is not None
         self.ledger = Ledger.load(Path(self.folder.name))
-        self.used, self.left_out = pickle.loads(self.saved)
+        self.used, self.left_out, self.open = pickle.loads(self.saved)
 
     @invariant()
     def counts_are_those_of_the_sets(self) -> None:
@@ -659,6 +677,7 @@ class AnyRun(RuleBasedStateMachine):
             if epoch >= self.closed_epochs:
                 assert names(self.ledger.used(epoch)) == sorted(self.used[epoch])
                 assert names(self.ledger.skipped(epoch)) == sorted(self.left_out[epoch])
+                assert names(self.ledger.open(epoch)) == sorted(self.open[epoch])
                 assert self.ledger.is_used(epoch, self.ids).tolist() == [each in self.used[epoch] for each in self.ids]
 
     def teardown(self) -> None:
@@ -668,6 +687,14 @@ class AnyRun(RuleBasedStateMachine):
                 self.ledger.mark(epoch, left)
         assert self.ledger == Ledger(DatasetFingerprint.of(self.ids), closed_epochs=len(self.EPOCHS))
         self.folder.cleanup()
+
+
+def test_ledger_set_dataset_removed_problems_are_not_open() -> None:
+    ledger = Ledger(DatasetFingerprint.of([A, B, C]))
+    ledger.set_open({0: [A, B], 1: [C]})
+    ledger.set_dataset(np.sort(ids_to_uint64([A, C])), DatasetFingerprint.of([A, C]))
+    assert names(ledger.open(0)) == [A] and names(ledger.open(1)) == [C]
+    assert ledger.remaining(0) == 2  # open problems are not used
 
 
 def test_ledger_any_run_counts_each_problem_once_per_epoch() -> None:

@@ -48,6 +48,32 @@ def test_problem_loader_settle_marks_problems_of_every_epoch(tmp_path: Path) -> 
     assert [uint64_to_ids(saved.used(epoch)) for epoch in range(3)] == [[ends], [begins], []]
 
 
+def test_problem_loader_settle_records_drawn_problems_as_open(tmp_path: Path) -> None:
+    """Those of the step are used, and those that were drawn for later steps are open."""
+    ids = [f"{number:016x}" for number in range(5)]
+    rows = [to_row(Problem(id=each, prompt=[{"role": "user", "content": "?"}], solution="1"), epoch=0) for each in ids]
+    settings = ("rollout.max_staleness=2", "grpo.prompts_per_step=1")
+    loader, _ = make_loader(RunFolder(str(tmp_path), "run"), ledger_of(ids), *settings, rows=rows)
+    problems = loader.problems()
+    drawn = [next(problems)[0].id for _ in range(3)]
+    loader.record([group(drawn[0], epoch=0)])
+    loader.settle(tmp_path)
+    saved = Ledger.load(tmp_path)
+    assert (uint64_to_ids(saved.used(0)), uint64_to_ids(saved.open(0))) == (drawn[:1], drawn[1:])
+
+
+def test_problem_loader_curriculum_of_open_problems_is_kept(tmp_path: Path) -> None:
+    solved, first, second = (f"{number:016x}" for number in (1, 2, 3))
+    folder = RunFolder(str(tmp_path), "run")
+    write_rollouts(folder, [replace(group(solved, epoch=0), step=1)])
+    for opened, skipped in (((), [solved]), ((first,), [])):
+        ledger = ledger_of([solved, first, second], closed_epochs=1)
+        ledger.set_open({1: opened})
+        loader, _ = make_loader(folder, ledger, "data.skip_solved=1", "grpo.prompts_per_step=1")
+        loader.problems()
+        assert uint64_to_ids(ledger.skipped(1)) == skipped  # by the groups so far, or as it was when they were drawn
+
+
 def ledger_of(ids: Sequence[str], used: Sequence[str] = (), closed_epochs: int = 0) -> Ledger:
     """Return the ledger of a dataset, with used problems of the first open epoch."""
     ledger = Ledger(closed_epochs=closed_epochs)

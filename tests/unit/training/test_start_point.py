@@ -4,6 +4,7 @@ import json
 from fractions import Fraction
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from grpo_ray.config.loader import load_config
@@ -26,6 +27,16 @@ def test_load_ledger_changed_dataset_counts_only_its_problems(tmp_path: Path) ->
     ledger = load_ledger(tmp_path, *single).ledgers[""]
     assert uint64_to_ids(ledger.used(0)) == [KEPT] and ledger.remaining(0) == 1
     assert len(load_ledger(None, *single).ledgers[""].used(0)) == 0
+
+
+def test_load_ledger_of_other_run_has_no_open_problems(tmp_path: Path) -> None:
+    ids = [f"{number:016x}" for number in (1, 2)]
+    ledger, fingerprint = Ledger(), DatasetFingerprint.of(ids)
+    ledger.set_open({0: ids})
+    ledger.save(tmp_path)
+    data = {"": Fraction(1)}, {"": np.sort(ids_to_uint64(ids))}, {"": fingerprint}
+    assert len(load_ledger(tmp_path, *data).ledgers[""].open(0)) == 2
+    assert len(load_ledger(tmp_path, *data, is_of_other_run=True).ledgers[""].open(0)) == 0
 
 
 def test_choose_start_best_numbers_new_checkpoints_after_all_others(
