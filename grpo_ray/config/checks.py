@@ -605,6 +605,22 @@ def dedicated_engines_share_nothing(config: "Config") -> str | None:
     return None
 
 
+def transport_has_gpus(config: "Config") -> str | None:
+    """Refuse `engine.transport` for colocated engines, and `engine.transport=nccl` without GPUs."""
+    transport = config.engine.transport
+    if transport is not None and not config.engine.is_dedicated:
+        return (
+            f"engine.transport={transport} has no effect with engine.placement=colocated, whose engines read the "
+            "learner's own memory; set engine.placement=dedicated, or leave engine.transport out"
+        )
+    if transport == "nccl" and not config.cluster.use_gpu:
+        return (
+            "engine.transport=nccl sends the weights from GPU to GPU; set cluster.use_gpu=true, or "
+            "engine.transport=object_store"
+        )
+    return None
+
+
 def dedicated_engines_have_prompts(config: "Config") -> str | None:
     """Require `engine.replicas` to be at most the number of problems of a generation batch, which they divide."""
     most, prompts = config.engine.replica_range[1], config.sizes.prompts_per_generation
@@ -1186,6 +1202,7 @@ CHECKS: tuple[Callable[["Config"], str | None], ...] = (
     checkpoints_are_between_batches,
     engines_are_counted_if_dedicated,
     dedicated_engines_share_nothing,
+    transport_has_gpus,
     dedicated_engines_have_prompts,
     engines_have_equal_workers,
     sharded_learner_has_workers,

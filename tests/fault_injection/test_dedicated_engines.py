@@ -32,6 +32,19 @@ def staleness(steps: int) -> list[str]:
     return [f"rollout.max_staleness={steps}", "grpo.max_completion_length=24"] if steps else []
 
 
+def test_run_goes_on_after_a_killed_engine(small_run: Callable[..., Any]) -> None:
+    faults = [Fault("kill-engine", 2, 0)]
+    settings = ["engine.placement=dedicated", "engine.replicas=2", "cluster.cpus_per_worker=1", "cluster.num_workers=1"]
+    summary, folder = small_run("killed", *settings, "rollout.max_staleness=2", faults=faults)
+    assert (folder / "chaos" / faults[0].marker).exists()
+    rows, groups = rows_of(folder), groups_of(folder)
+    assert summary.steps == 4 and len(events_of(folder, "began")) == 1  # the worker was not restarted
+    assert rows[-1]["engine/replaced"] == 1
+    assert 0 < rows[-1]["rollout/staleness_2"] + rows[-1]["rollout/staleness_1"] <= 1
+    assert max(row["engine/logprob_gap_mean"] for row in rows[:-1]) < 1e-4
+    assert Counter(group["step"] for group in groups) == dict.fromkeys(range(1, 5), 4)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("steps", [0, 1, 2, 4])
 def test_run_with_killed_engines_and_workers_equals_undisturbed(small_run: Callable[..., Any], steps: int) -> None:

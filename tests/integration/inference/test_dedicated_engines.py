@@ -35,6 +35,7 @@ def observed(cluster: None, policy: Path) -> dict[str, Any]:
     return in_task("observe_engines", str(policy))
 
 
+@pytest.mark.slow
 def test_one_engine_equals_colocated_bit_for_bit(colocated: list[Any], policy: Path) -> None:
     dedicated = in_task("observe_steps", str(policy), DEDICATED)
     assert dedicated == colocated
@@ -46,6 +47,7 @@ def test_shards_do_not_depend_on_the_number_of_engines(observed: dict[str, Any])
     assert observed["one engine"][1] == observed["two engines"][1]
 
 
+@pytest.mark.slow
 def test_shards_have_the_completions_of_a_whole_batch(observed: dict[str, Any], colocated: list[Any]) -> None:
     ids, logps = zip(*observed["one engine"][1], strict=True)
     assert list(ids) == [ids for ids, _ in colocated[0]]

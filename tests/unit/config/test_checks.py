@@ -282,6 +282,7 @@ VIOLATIONS = {
     "checkpoints_are_between_batches": ["grpo.save_steps=50", "grpo.num_iterations=4"],
     "engines_are_counted_if_dedicated": ["engine.replicas=2"],
     "dedicated_engines_share_nothing": ["engine.placement=dedicated", "grpo.vllm_enable_sleep_mode=true"],
+    "transport_has_gpus": ["engine.transport=nccl"],
     "dedicated_engines_have_prompts": ["engine.placement=dedicated", "engine.replicas=17"],
     "engines_have_equal_workers": ["grpo.vllm_tensor_parallel_size=4", "cluster.num_workers=2"],
     "sharded_learner_has_workers": ["cluster.shard_learner=true", "cluster.num_workers=1"],
