@@ -31,7 +31,7 @@ class FakeProcess(EngineProcess):
         self.owner: Any = None
 
     def start(self, store: Any, lora_ranks: Mapping[str, int] | None) -> EngineFacts:
-        if Path(self._spec.model_path, "cannot-start").exists():
+        if any(Path(self._spec.model_path, name).exists() for name in ("cannot-start", f"cannot-start-{self._number}")):
             raise RuntimeError("no memory for the weights")
         return EngineFacts("fake", 100, 10, ray.get_runtime_context().get_node_id())
 

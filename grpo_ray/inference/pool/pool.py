@@ -41,11 +41,11 @@ POLL_SECONDS = 1.0
 MAX_LOSSES = 2
 """Engines that may die on the same shard. One death can be an accident; a second one is taken for the shard's fault."""
 MAX_FAILED_STARTS = 3
-"""Starts of an engine that may fail one after the other before the run ends."""
+"""Starts of an engine that may fail one after the other before the run ends, if no other engine runs."""
 CONTROL = "control"
 """Ray's concurrency group of the calls that an engine's process answers while it generates."""
 RETRY_SECONDS = 2.0
-"""Pause before an engine whose start failed is started again."""
+"""Pause before an engine is started again, for each of its starts that have failed one after the other."""
 
 
 @dataclass
@@ -384,15 +384,13 @@ class EnginePool:
                 try:
                     await group.ready()
                     await self._start(engine)
-                    failed_starts = 0
                     await self._serve(engine)
                 except asyncio.CancelledError:
                     raise
                 except Exception as error:  # of Ray, vLLM or torch: whatever it is, this engine has ended
-                    failed_starts += engine.facts is None
+                    failed_starts = failed_starts + 1 if engine.facts is None else 0
                     await self._lose(engine, error, failed_starts)
-                    if engine.facts is None:
-                        await asyncio.sleep(RETRY_SECONDS)
+                    await asyncio.sleep(RETRY_SECONDS * failed_starts)
                 finally:
                     self._engines.pop(number, None)
                     _end(engine)
@@ -516,16 +514,17 @@ class EnginePool:
         text = describe_worker_error(error)
         async with self._changed:
             self._engines.pop(engine.number, None)
+            is_current = shard is None or shard.round.token == self._token
             if isinstance(cause, GrpoRayError):
                 # Wrong weights, a prompt that is too long, a node that does not fit: another engine would say the same.
-                self._error = cause
+                self._error = cause if is_current else self._error
             elif engine.facts is None:
-                if failed_starts >= MAX_FAILED_STARTS:
+                if failed_starts >= MAX_FAILED_STARTS and not self._started():
                     self._error = EngineError(f"engine {engine.number} cannot be started: {text}")
             else:
                 self._lost += 1
                 self._require_weights_of(engine, text)
-            if shard is not None and shard.round.token == self._token and not shard.is_delivered:
+            if shard is not None and is_current and not shard.is_delivered:
                 shard.losses += 1
                 if shard.losses < MAX_LOSSES:
                     self._pending.appendleft(shard)

@@ -167,6 +167,20 @@ def test_pool_ends_the_run_if_no_engine_can_be_started(notes: Any, tmp_path: Pat
         Client(pool, "a")
 
 
+def test_pool_goes_on_without_an_engine_that_cannot_be_started(notes: Any, tmp_path: Path) -> None:
+    (tmp_path / "cannot-start-1").touch()
+
+    def failures() -> int:
+        return sum("engine 1 was lost" in note for note in ray.get(notes.read.remote()))
+
+    before = failures()
+    with running_pool(notes, tmp_path, "[1, 2]") as pool:
+        client = Client(pool, "a")
+        wait_for(lambda: failures() >= before + 3, "three failed starts", LIMIT)
+        assert client.sync(2) == 1
+        assert client.sample([[1], [2]]) == [[[0, 2, 1], [1, 2, 1]]]
+
+
 def test_pool_grows_to_the_most_engines_of_several_processes(notes: Any, tmp_path: Path) -> None:
     with running_pool(notes, tmp_path, "[1, 2]", tensor_parallel_size=2) as pool:
         assert len(engines(pool)) <= 1  # until the workers have begun
