@@ -215,6 +215,7 @@ TESTS: dict[str, TestFiles] = {
     ),
     "inference/dedicated_engine.py": TestFiles(unit=("inference/test_dedicated_engine.py",)),
     "inference/engine.py": ENGINE,
+    "inference/pool/pool.py": TestFiles(integration=("inference/pool/test_pool.py",)),
     "inference/learner_end.py": ENGINE,
     "inference/local_engine.py": ENGINE,
     "inference/quantized_base.py": TestFiles(
@@ -1159,6 +1160,42 @@ FAULTS = (
         "numbers[name] = add_sums(parts)",
         "numbers[name] = parts[0]",
         integration=("test_sharding.py",),
+    ),
+    Fault(
+        "killed-engine-delivers-twice",
+        "inference/pool/pool.py",
+        "if key not in each.delivered:",
+        "if key:",
+    ),
+    Fault(
+        "shard-of-a-lost-engine-forgotten",
+        "inference/pool/pool.py",
+        "                    self._pending.appendleft(shard)\n",
+        "                    pass\n",
+    ),
+    Fault(
+        "shard-may-kill-any-number-of-engines",
+        "inference/pool/pool.py",
+        "if shard.losses < MAX_LOSSES:",
+        "if shard.losses:",
+    ),
+    Fault(
+        "work-of-an-earlier-attempt-goes-on",
+        "inference/pool/pool.py",
+        "process.abort.options(concurrency_group=CONTROL).remote(engine.shard.round.token)",
+        "process.pid.options(concurrency_group=CONTROL).remote()",
+    ),
+    Fault(
+        "engine-works-before-it-is-proven",
+        "inference/pool/pool.py",
+        "if self._pending and engine.proven == version.number:",
+        "if self._pending:",
+    ),
+    Fault(
+        "answers-of-shards-in-another-order",
+        "inference/pool/pool.py",
+        "rank, index = key = shard.rows[place]",
+        "rank, index = key = shard.rows[-1 - place]",
     ),
     Fault(
         "learners-of-other-workers-not-compared",

@@ -103,6 +103,16 @@ def test_pool_uses_each_engine_and_new_weights(two_engines: Any, folder: Path) -
     assert client.sample([[5]]) == [[[0, 2, 1]]]
 
 
+def test_pool_uses_no_weights_before_they_are_proven(two_engines: Any) -> None:
+    client = Client(two_engines, "unproven")
+    client.sync(1)
+    client.load(2)
+    number = client.submit([[1], [2]])
+    assert client.call("results", number, 0) == []  # after POLL_SECONDS
+    client.prove(2)
+    assert client.collect(number, 0, 2) == [[0, 2, 1], [1, 2, 1]]
+
+
 def test_pool_ends_the_work_for_an_earlier_attempt(two_engines: Any, folder: Path) -> None:
     client = Client(two_engines, "earlier")
     client.sync(1)
