@@ -1,6 +1,5 @@
 """The dedicated engines of a run, on the driver's side: their pool, and the resources that they reserve."""
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -37,7 +36,7 @@ def start_pool(config: Config, model_path: str, coordinator: Any, kind: type[Eng
     spec = EngineSpec(
         config=config,
         model_path=model_path,
-        max_num_seqs=completions_per_engine(config),
+        max_num_seqs=completions_at_once(config),
         versions=versions(),
         environment=worker_environment(config, threads_per_worker(config)),
         coordinator=coordinator,
@@ -48,15 +47,13 @@ def start_pool(config: Config, model_path: str, coordinator: Any, kind: type[Eng
     return actor.remote(spec)
 
 
-def completions_per_engine(config: Config) -> int:
+def completions_at_once(config: Config) -> int:
     """Return the largest number of completions that an engine generates at the same time.
 
     They are its part of a generation batch; with partial completions, which an engine continues beside those of the
     next batch, twice as many.
     """
-    prompts, engines = config.sizes.prompts_per_generation, config.engine.replica_range[1]
-    batches = 2 if config.rollout.max_staleness > 1 else 1
-    return batches * math.ceil(prompts / engines) * config.grpo.num_generations
+    return config.sizes.completions_per_engine * (2 if config.rollout.max_staleness > 1 else 1)
 
 
 @contextmanager
