@@ -57,6 +57,8 @@ class Learner:
         from grpo_ray.telemetry.coordinator import RunCoordinator
 
         self.folder = Path(tempfile.mkdtemp())
+        self.held = self.folder / "held"
+        self.held.touch()  # before the pool may start a second engine
         self.config = load_config(
             None, [f"model.path={policy}", *SETTINGS, f"run.storage_path={self.folder}", "run.name=probe", *overrides]
         )
@@ -124,11 +126,9 @@ def observe_engines(policy: str) -> dict[str, Any]:
     """Return what the tests compare, of a pool with one and then two engines for two shards."""
     probe = Learner(policy, "engine.placement=dedicated", "engine.replicas=[1, 2]")
     observed: dict[str, Any] = {"description": probe.engine.description}
-    held = probe.folder / "held"
-    held.touch()
     probe.engine.sync_weights()
     observed["one engine"] = probe.numbers(), probe.sample()
-    held.unlink()
+    probe.held.unlink()
     while len(probe.numbers()) < 2:
         time.sleep(0.1)
     observed["two engines"] = probe.numbers(), probe.sample()
