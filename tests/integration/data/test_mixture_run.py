@@ -143,6 +143,7 @@ def test_audit_reports_each_source(cluster: None, words: Path, policy: Path) -> 
     assert [run.reward for run in report.rewards] == ["correctness", "reward_spies:vary"]
 
 
+@pytest.mark.slow
 def test_one_source_plays_in_an_environment_and_the_other_does_not(small_run: Callable[..., Any]) -> None:
     sources = {
         "games": {"path": "guessing", "environment": "game", "rewards": ["environment"]},

@@ -143,6 +143,7 @@ def assert_same_run(summary: Any, folder: Path, expected: FinishedRun) -> None:
     assert same_weights(weights_of(summary.latest_checkpoint), weights_of(expected.summary.latest_checkpoint))
 
 
+@pytest.mark.slow
 def test_programs_at_the_endpoint_train_what_the_function_does(
     small_run: Callable[..., Any], retrying_run: FinishedRun
 ) -> None:

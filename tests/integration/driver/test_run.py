@@ -423,6 +423,7 @@ def test_unverifiable_problems_are_left_out(small_run: Callable[..., Any], tmp_p
     assert len(problems) == 3 and bad not in problems
 
 
+@pytest.mark.slow
 def test_overlong_prompts_are_left_out_and_columns_may_differ(small_run: Callable[..., Any], tmp_path: Path) -> None:
     rows: list[dict[str, Any]] = [{"prompt": f"What is {n} + 1?", "solution": f"${n + 1}$"} for n in range(4)]
     rows[1] |= {"id": "mine", "index": [1], "topic": None}  # other rows have no such columns
