@@ -9,7 +9,7 @@ of its batch, so that the devices need no cores; lengths are log-normal. The col
 
 Prints the median seconds of a step, of the same batches in each row, and the prediction of the simulation
 (`grpo_ray/driver/placement_model`) for the same durations and lengths. Completions have one turn: tools are refused
-with a staleness of 1 or more. Takes two minutes.
+with a staleness of 1 or more. Takes two to three minutes.
 """
 
 import argparse

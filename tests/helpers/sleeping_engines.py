@@ -77,9 +77,11 @@ class SleepingProcess(FakeProcess):
         for index, (prompt, arguments) in enumerate(zip(prompts, sampling, strict=True)):
             completion = self._completion(prompt, arguments)
             ends[len(completion.token_ids)].append((index, completion))
-        time.sleep(speed.prefill_seconds * sum(map(len, prompts)))
+        # Sleeps until set times, as a device computes on while its process waits for a core.
+        end = time.perf_counter() + speed.prefill_seconds * sum(map(len, prompts))
         for step in range(1, max(ends) + 1):
-            time.sleep(max(speed.step_seconds, running * speed.sequence_seconds))
+            end += max(speed.step_seconds, running * speed.sequence_seconds)
+            time.sleep(max(0.0, end - time.perf_counter()))
             if token in self._ended:
                 raise RoundAborted
             if finished := ends.pop(step, []):
