@@ -245,7 +245,7 @@ def test_bench_staleness_compares_with_the_simulation(run_here: Callable[..., st
     seconds, simulated = ([float(row[column]) for row in rows] for column in (1, 3))
     # Unless completions are continued, each engine has the work of the simulated one, and sleeps for at least as long.
     assert all(real > 0.99 * model > 0 for real, model in list(zip(seconds, simulated, strict=True))[:3])
-    assert simulated[1:] == sorted(simulated[1:], reverse=True) and min(seconds[3:]) > 0
+    assert simulated[2] > simulated[3] > simulated[4] and min(seconds[3:]) > 0  # shorter segments, shorter rounds
     assert [float(row[2]) for row in rows] == pytest.approx([seconds[0] / each for each in seconds], rel=0.05)
 
 
