@@ -238,6 +238,17 @@ def test_bench_scale_measures_every_part(run_here: Callable[..., str]) -> None:
     assert numbers(r"small files of a worker +([\d.]+) ms", text)[0] > 0
 
 
+def test_bench_staleness_compares_with_the_simulation(run_here: Callable[..., str]) -> None:
+    text = run_here("bench_staleness.py", "--tiny", "--steps", 2)
+    rows = [*cells(text, "colocated"), *cells(text, "dedicated")]
+    assert [row[0] for row in rows] == ["colocated", *(f"dedicated, k = {k}" for k in (0, 1, 2, 4))]
+    seconds, simulated = ([float(row[column]) for row in rows] for column in (1, 3))
+    # Unless completions are continued, each engine has the work of the simulated one, and sleeps for at least as long.
+    assert all(real > 0.99 * model > 0 for real, model in list(zip(seconds, simulated, strict=True))[:3])
+    assert simulated[2] > simulated[3] > simulated[4] and min(seconds[3:]) > 0  # shorter segments, shorter rounds
+    assert [float(row[2]) for row in rows] == pytest.approx([seconds[0] / each for each in seconds], rel=0.05)
+
+
 def test_bench_step_compares_ours_with_stock_trl(run_here: Callable[..., str]) -> None:
     assert_compared(run_here, "ours", "trl")
 
