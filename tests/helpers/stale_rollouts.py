@@ -138,13 +138,13 @@ def _old_version(engine: Any) -> None:
         if next(calls) == 0:
             sync(engine)
         else:
-            engine._empty_prefix_cache()
+            engine.empty_prefix_cache()
 
     engine.sync_weights = first_only
 
 
 def _kept_cache(engine: Any) -> None:
-    engine._empty_prefix_cache = lambda: None
+    engine.empty_prefix_cache = lambda: None
 
 
 def _mixed_versions(engine: Any) -> None:
