@@ -111,7 +111,7 @@ class Client:
 
 
 class Notes:
-    """Stands for the run's coordinator."""
+    """Recorder of events in place of the run's coordinator."""
 
     def __init__(self) -> None:
         self.notes: list[str] = []

@@ -29,6 +29,7 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import add_fused_lm_head
 
 from grpo_ray.config.loader import load_config
+from grpo_ray.errors import SyncError
 from grpo_ray.inference.sampling import Completion
 from grpo_ray.inference.sync_proof import LogprobGap
 from grpo_ray.learner.learner import Learner
@@ -240,6 +241,19 @@ def shuffling_within_steps(args: GRPOConfig) -> Iterator[None]:
         if parts > 1:
             patch.setattr(trl.trainer.grpo_trainer, "shuffle_sequence_dict", shuffle)
         yield
+
+
+class StoppedByProof:
+    """Part of a learner whose engine fails a proof: it requires that no weight has moved by then."""
+
+    model: torch.nn.Module
+
+    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> None:
+        first = {name: weight.detach().clone() for name, weight in self.model.named_parameters()}
+        with pytest.raises(SyncError, match="not in sync"):
+            super()._inner_training_loop(*args, **kwargs)  # type: ignore[misc]
+        assert all(torch.equal(first[name], weight) for name, weight in self.model.named_parameters())
+        self.stopped = True
 
 
 def train_steps(

@@ -1,4 +1,4 @@
-"""What workers, pool and engines send each other. Imports no heavy library: the pool's process needs none."""
+"""Messages between workers, pool and engines. Imports no heavy library: the pool's process needs none."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -85,7 +85,7 @@ def test_requested_adapter_equals_colocated_bit_for_bit(cluster: None, policy: P
 @pytest.mark.skipif(cuda_of_torch() is not None, reason="the installed torch computes on real GPUs")
 @pytest.mark.parametrize("processes", [1, 2])
 def test_broadcast_weights_equal_stored_ones(cluster: None, policy: Path, processes: int) -> None:
-    """On logical GPUs, with Gloo: the second version of the weights is broadcast."""
+    """Compare both transports on logical GPUs, with Gloo in place of NCCL; the second version is broadcast."""
     settings = [
         DEDICATED,
         "cluster.use_gpu=true",

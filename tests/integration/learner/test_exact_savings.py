@@ -14,6 +14,7 @@ from stock_trl import (
     Record,
     ScriptedEngine,
     ScriptedLearner,
+    StoppedByProof,
     accumulated,
     largest_difference,
     reference_steps,
@@ -263,15 +264,8 @@ def test_exact_savings_failed_proof_raises_before_weights_move(tmp_path: Path) -
         def prove_sync(self, *args: Any, **kwargs: Any) -> Any:
             raise SyncError("not in sync")
 
-    class StaleLearner(ScriptedLearner):
+    class StaleLearner(StoppedByProof, ScriptedLearner):
         engine_class = StaleEngine
-
-        def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
-            first = {name: p.detach().clone() for name, p in self.model.named_parameters()}
-            with pytest.raises(SyncError, match="not in sync"):
-                super()._inner_training_loop(*args, **kwargs)
-            assert all(torch.equal(first[name], p) for name, p in self.model.named_parameters())
-            self.stopped = True
 
     assert train_steps(StaleLearner, tmp_path, **accumulated(2))[1].stopped
 

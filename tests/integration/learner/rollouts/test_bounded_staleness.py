@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 import torch
 from stale_learners import BehaviourLearner, OlderLearner, SegmentEngine, StaleLearner, compare_stale
-from stock_trl import EQUAL, PARTLY, SIGNAL, ScriptedLearner, accumulated, train_steps
+from stock_trl import EQUAL, PARTLY, SIGNAL, ScriptedLearner, StoppedByProof, accumulated, train_steps
 from transformers import TrainerCallback, TrainerState
 from trl import GRPOTrainer
 from worker_cases import train_stale, wait_in_background
@@ -241,15 +241,8 @@ class StaleEngine(SegmentEngine):
 
 
 def test_staleness_failed_proof_raises_before_weights_move(tmp_path: Path) -> None:
-    class StoppedLearner(StaleLearner):
+    class StoppedLearner(StoppedByProof, StaleLearner):
         engine_class = StaleEngine
-
-        def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
-            first = {name: p.detach().clone() for name, p in self.model.named_parameters()}
-            with pytest.raises(SyncError, match="not in sync"):
-                super()._inner_training_loop(*args, **kwargs)
-            assert all(torch.equal(first[name], p) for name, p in self.model.named_parameters())
-            self.stopped = True
 
     assert train_steps(StoppedLearner, tmp_path)[1].stopped
 
