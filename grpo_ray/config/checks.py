@@ -339,7 +339,8 @@ def segments_continue_completions(config: "Config") -> str | None:
             f"{start} rollout.structured_outputs: a completion is sampled by several requests, and the form begins "
             f"anew with each; remove it, {mend}"
         )
-    if used := [name for name in NOT_IN_SEGMENTS if name in config.sampling.changed]:
+    has_turns = rollout.has_turns  # a turn is sampled by one request, as without staleness
+    if not has_turns and (used := [name for name in NOT_IN_SEGMENTS if name in config.sampling.changed]):
         return (
             f"{start} grpo.generation_kwargs.{used[0]}, which {NOT_IN_SEGMENTS[used[0]]}, and a completion is sampled "
             f"by several; remove it, {mend}"
@@ -358,7 +359,7 @@ def segments_continue_completions(config: "Config") -> str | None:
             f"weights; set grpo.vllm_importance_sampling_mode=token_truncate or token_mask, {mend}"
         )
     segment = -(-config.grpo.max_completion_length // staleness)
-    if config.cluster.use_gpu and segment < MIN_SEGMENT:
+    if config.cluster.use_gpu and not has_turns and segment < MIN_SEGMENT:
         return (
             f"{start} grpo.max_completion_length={config.grpo.max_completion_length} and cluster.use_gpu=true: a round "
             f"samples at most {segment} tokens of a completion, and must have space for {MIN_SEGMENT}; set "
@@ -877,14 +878,14 @@ def notify_is_a_web_address(config: "Config") -> str | None:
 
 
 def turns_go_with_options(config: "Config") -> str | None:
-    """Refuse tools and environments with `rollout.max_staleness` above 0, or with turns longer than
+    """Refuse tools and environments with `rollout.max_staleness` above `rollout.max_turns`, or with turns longer than
     `run.hang_seconds`."""
-    if config.rollout.has_turns and config.rollout.max_staleness:
+    turns, seconds, staleness = config.rollout.max_turns, config.rollout.time_limit, config.rollout.max_staleness
+    if config.rollout.has_turns and staleness > turns:
         return (
-            f"rollout.max_staleness={config.rollout.max_staleness} does not go with rollout.tools and "
-            "rollout.environment, which alternate between engine and tools; set rollout.max_staleness=0"
+            f"rollout.max_staleness={staleness} is more than rollout.max_turns={turns}: with tools a round samples "
+            f"whole turns, so some would sample nothing; set rollout.max_staleness={turns}, or raise rollout.max_turns"
         )
-    turns, seconds = config.rollout.max_turns, config.rollout.time_limit
     if config.rollout.has_turns and turns * seconds >= config.run.hang_seconds:
         return (
             f"rollout.max_turns={turns} calls of up to rollout.time_limit={seconds:g} seconds may take longer than "

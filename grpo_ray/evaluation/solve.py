@@ -14,9 +14,9 @@ from grpo_ray.models.plain_prompts import uses_plain_prompts
 from grpo_ray.models.tokenizer import decode_texts, tokenize_prompts
 from grpo_ray.rewards.completions import completion_text, transcript
 from grpo_ray.storage.records.heldout_files import heldout_text_bytes
+from grpo_ray.tools.conversation import Conversation
 from grpo_ray.tools.conversation_record import record_conversation
 from grpo_ray.tools.template import assistant_messages
-from grpo_ray.tools.turn_loop import Conversation
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

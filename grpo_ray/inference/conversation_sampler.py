@@ -12,18 +12,12 @@ from grpo_ray.data.problem import SOURCE, reward_columns
 from grpo_ray.errors import ConfigError
 from grpo_ray.inference.arguments import group_seed, request_seed
 from grpo_ray.inference.sampling import limit_tokens
+from grpo_ray.tools.conversation import Conversation, ConversationSummary, Episode, Start, conversation_metrics
 from grpo_ray.tools.definitions import load_definition
+from grpo_ray.tools.open_conversation import OpenConversation
 from grpo_ray.tools.sandbox.pool import EpisodePool, SandboxLimits
 from grpo_ray.tools.template import ToolTemplate
-from grpo_ray.tools.turn_loop import (
-    Conversation,
-    ConversationSummary,
-    Episode,
-    Generate,
-    Start,
-    conversation_metrics,
-    run_conversations,
-)
+from grpo_ray.tools.turn_loop import Generate, TurnLoop, ignore_turn
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -104,7 +98,7 @@ class ConversationSampler:
             rows: (B,) rows of `Problem.as_row`.
             sampling: arguments of `vllm.SamplingParams` for a completion, without its seed.
             generate: runs one round on the engine.
-            is_any_active: collective among the workers that share the engine, see `run_conversations`.
+            is_any_active: collective among the workers that share the engine, see `TurnLoop`.
             on_ended: called with the row and the conversation as soon as it has ended.
             on_result: called after each result, as a sign of progress.
 
@@ -114,8 +108,24 @@ class ConversationSampler:
         Raises:
             DataError: a problem names no environment, or one that does not exist.
         """
-        return run_conversations(
-            [self.start(row, sampling) for row in rows],
+        loop = self.turn_loop(generate, is_any_active=is_any_active, on_ended=on_ended, on_result=on_result)
+        return loop.run([self.begin(row, sampling) for row in rows])
+
+    def turn_loop(
+        self,
+        generate: Generate,
+        *,
+        is_any_active: Callable[[bool], bool],
+        on_ended: Callable[[int, Conversation], None],
+        on_result: Callable[[], None],
+        on_turn: Callable[[int, list[int], Any], None] = ignore_turn,
+    ) -> TurnLoop:
+        """Return the loop of the turns of some conversations; the arguments are those of `sample`.
+
+        Args:
+            on_turn: see `TurnLoop`.
+        """
+        return TurnLoop(
             template=self.template,
             definition=self.definition,
             pool=self.pool,
@@ -126,7 +136,13 @@ class ConversationSampler:
             is_any_active=is_any_active,
             on_ended=on_ended,
             on_result=on_result,
+            on_turn=on_turn,
         )
+
+    def begin(self, row: Mapping[str, Any], sampling: Mapping[str, Any]) -> OpenConversation:
+        """Return a row's conversation before its first turn; the arguments are those of `sample`."""
+        start = self.start(row, sampling)
+        return OpenConversation(0, start, self.definition.tool_set(start.environment))
 
     def metrics(self, summaries: Sequence[ConversationSummary]) -> dict[str, float]:
         """Compute the metrics of a step from the summaries of all workers' completions."""

@@ -7,7 +7,7 @@ from grpo_ray.config.schema import Config
 from grpo_ray.inference.conversation_sampler import ConversationSampler, ignore_ended
 from grpo_ray.inference.rollout_function import FunctionSampler
 from grpo_ray.inference.sampling import RunRound
-from grpo_ray.tools.turn_loop import Conversation, ConversationSummary
+from grpo_ray.tools.conversation import Conversation, ConversationSummary
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -70,6 +70,7 @@ class DedicatedEngine(LearnerEnd):
         self._pool = pool
         self._rounds = 0
         self._sessions = 0
+        self._votes = 0
         self._precision: Mapping[str, torch.dtype] | None = None
         self._sent_frozen_weights = False
         self._sent: list[Announced] = []
@@ -263,8 +264,11 @@ class DedicatedEngine(LearnerEnd):
         self._call("disturb", number, kind)
 
     def is_any_active(self, is_active: bool) -> bool:
-        """Return True if any worker is active."""
-        return any(all_gather_object(is_active))
+        """Return True if any worker is active; may be called in a thread."""
+        if self.accelerator.num_processes == 1:
+            return is_active
+        self._votes += 1
+        return bool(self._call("is_any_active", self._votes, self.accelerator.process_index, is_active))
 
 
 def require_equal_learners(digests: Sequence[str]) -> None:

@@ -29,8 +29,8 @@ from grpo_ray.inference.arguments import group_seed, request_seed
 from grpo_ray.inference.conversation_sampler import ignore_ended
 from grpo_ray.inference.sampling import Completion, RunRound, ignore_finished, limit_tokens
 from grpo_ray.inference.trajectories import ROW_COLUMNS, Message, RolloutRow, Trajectory, TrajectoryRules
+from grpo_ray.tools.conversation import Conversation, ConversationSummary, conversation_metrics
 from grpo_ray.tools.template import ReplyTemplate
-from grpo_ray.tools.turn_loop import Conversation, ConversationSummary, conversation_metrics
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

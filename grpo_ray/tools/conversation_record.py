@@ -6,7 +6,7 @@ from typing import Any
 
 from grpo_ray.storage.records.conversation_columns import ConversationRecord, MessageRecord, bound_messages
 from grpo_ray.text.messages import message_text
-from grpo_ray.tools.turn_loop import OK, Conversation
+from grpo_ray.tools.conversation import OK, Conversation
 
 REASONING_FIELDS = ("reasoning_content", "thinking")
 """Fields of a turn in which templates keep the text before its answer."""

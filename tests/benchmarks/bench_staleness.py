@@ -50,6 +50,7 @@ from grpo_ray.learner.rollouts.bounded_staleness import BoundedStalenessSampler 
 from grpo_ray.learner.rollouts.padding import Padding  # noqa: E402
 from grpo_ray.learner.rollouts.rollout import Rows  # noqa: E402
 from grpo_ray.learner.rollouts.sampler import OnPolicySampler, Sampler, SingleTurn, WeightSync  # noqa: E402
+from grpo_ray.learner.rollouts.segment_rounds import SegmentRounds  # noqa: E402
 from grpo_ray.learner.rollouts.staleness_schedule import StalenessSchedule  # noqa: E402
 from grpo_ray.learner.rollouts.sync_probe import SyncProbe  # noqa: E402
 from grpo_ray.telemetry.profiler import PhaseProfiler  # noqa: E402
@@ -179,10 +180,11 @@ def new_sampler(engines: Engines, sizes: Sizes, staleness: int) -> Sampler:
     sync = WeightSync(access, lambda: engines.version)
     if not staleness:
         return OnPolicySampler(sync, turn, workers, profiler)
+    schedule = StalenessSchedule(staleness, longest, LAST_STEP)
     return BoundedStalenessSampler(
-        StalenessSchedule(staleness, longest, LAST_STEP),
+        schedule,
         sync,
-        turn,
+        SegmentRounds(turn, schedule),
         SyncProbe(engines, Padding(0, None, 1.0), workers),
         repeats=1,
         workers=workers,

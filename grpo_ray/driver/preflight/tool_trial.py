@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from grpo_ray.inference.conversation_sampler import ConversationSampler
+    from grpo_ray.tools.conversation import Start
     from grpo_ray.tools.sandbox.protocol import CallResult
-    from grpo_ray.tools.turn_loop import Start
 
 EXAMPLES: Mapping[str, Any] = {
     "integer": 1, "number": 1.5, "string": "1", "boolean": True, "array": [], "object": {}, "null": None,

@@ -139,6 +139,8 @@ class EnginePool:
         self._tasks: list[asyncio.Task[None]] = []
         self._pending: deque[Shard] = deque()
         self._rounds: dict[int, Round] = {}
+        self._votes: dict[int, dict[int, bool]] = {}
+        """Number of a question whether any worker is active -> rank -> its answer."""
         self._token = ""
         self._workers = 0
         self._version: Version | None = None
@@ -183,6 +185,7 @@ class EnginePool:
             self._token, self._workers = token, workers
             self._waits_for_ranks, self._lora_ranks = False, lora_ranks
             self._rounds.clear()
+            self._votes.clear()
             self._pending.clear()
             if not isinstance(self._error, EngineError):  # the others concern what the last attempt sent
                 self._error = None
@@ -315,6 +318,23 @@ class EnginePool:
                 each.ended.add(rank)
                 if len(each.ended) == self._workers:
                     del self._rounds[number]
+
+    async def is_any_active(self, token: str, number: int, rank: int, is_active: bool) -> bool:
+        """Return True if any worker is active, once every worker has asked.
+
+        Workers ask in the thread that samples, where they cannot use the collectives of the learner's thread.
+
+        Args:
+            number: number of the question in the attempt, the same on all workers.
+        """
+        async with self._changed:
+            self._require_current(token)
+            votes = self._votes.setdefault(number, {})
+            votes[rank] = is_active
+            self._votes.pop(number - 1, None)  # whoever asks again has the last answer
+            self._changed.notify_all()
+        await self._wait_until(token, lambda: len(votes) == self._workers)
+        return any(votes.values())
 
     async def disturb(self, token: str, number: int, kind: Disturbance) -> None:
         """Disturb a started engine on purpose, one that works if any does (`resilience/chaos.py`).

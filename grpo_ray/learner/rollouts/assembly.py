@@ -9,17 +9,21 @@ from transformers import TrainerState
 
 from grpo_ray.config.schema import Config
 from grpo_ray.data.problem import SOURCE, reward_columns
+from grpo_ray.inference.conversation_sampler import ConversationSampler
 from grpo_ray.learner.advantages import load_advantage
 from grpo_ray.learner.batch import Batch
 from grpo_ray.learner.collectives import Workers
 from grpo_ray.learner.rollouts.bounded_staleness import BoundedStalenessSampler, require_deterministic_model
 from grpo_ray.learner.rollouts.collector import Collector, LossNeeds, PolicyPasses
+from grpo_ray.learner.rollouts.conversation_rounds import ConversationRounds
 from grpo_ray.learner.rollouts.dynamic_sampling import DynamicSampler
 from grpo_ray.learner.rollouts.group_recorder import GroupRecorder
 from grpo_ray.learner.rollouts.padding import Padding
 from grpo_ray.learner.rollouts.recorded_samples import SampleChooser
+from grpo_ray.learner.rollouts.rounds import Rounds
 from grpo_ray.learner.rollouts.sampler import MultiTurn, OnPolicySampler, Sampler, SingleTurn, StartGrading, WeightSync
 from grpo_ray.learner.rollouts.scoring import Reward, Scorer
+from grpo_ray.learner.rollouts.segment_rounds import SegmentRounds
 from grpo_ray.learner.rollouts.staleness_schedule import StalenessSchedule
 from grpo_ray.learner.rollouts.sync_probe import ProbePasses, SyncProbe
 from grpo_ray.learner.schedule import DrawOrder
@@ -115,27 +119,33 @@ def build_sampler(parts: LearnerParts, padding: Padding) -> Sampler:
     """Return the sampler for the kind of rollouts that the config selects."""
     config, workers, profiler = parts.config, parts.workers, parts.profiler
     grade = _early_grading(config, profiler, parts.rewards)
-    if parts.conversation_source is not None:
-        turns = MultiTurn(
-            config, parts.engine, parts.conversation_source, grade, workers, profiler, parts.append_metrics
-        )
+    source, staleness = parts.conversation_source, config.rollout.max_staleness
+    turns: MultiTurn | SingleTurn = (
+        SingleTurn(config, parts.engine, parts.tokenizer, grade)
+        if source is None
+        else MultiTurn(config, parts.engine, source, grade, workers, profiler, parts.append_metrics)
+    )
+    if not staleness:
         return OnPolicySampler(parts.sync, turns, workers, profiler)
-    turn = SingleTurn(config, parts.engine, parts.tokenizer, grade)
-    if config.rollout.max_staleness:
-        if not config.engine.is_dedicated:  # otherwise no engine draws numbers in this process
-            require_deterministic_model(parts.model, workers.device)
-        return BoundedStalenessSampler(
-            StalenessSchedule(config.rollout.max_staleness, parts.args.max_completion_length, parts.args.max_steps),
-            parts.sync,
-            turn,
-            SyncProbe(parts.passes, padding, workers),
-            repeats=parts.repeats,
-            workers=workers,
-            profiler=profiler,
-            append_metrics=parts.append_metrics,
-            notify=parts.notify,
-        )
-    return OnPolicySampler(parts.sync, turn, workers, profiler)
+    if not config.engine.is_dedicated:  # otherwise no engine draws numbers in this process
+        require_deterministic_model(parts.model, workers.device)
+    schedule = StalenessSchedule(staleness, parts.args.max_completion_length, parts.args.max_steps)
+    if isinstance(turns, MultiTurn):
+        assert isinstance(source, ConversationSampler)  # the config refuses a rollout function
+        rounds: Rounds = ConversationRounds(turns, source, schedule)
+    else:
+        rounds = SegmentRounds(turns, schedule)
+    return BoundedStalenessSampler(
+        schedule,
+        parts.sync,
+        rounds,
+        SyncProbe(parts.passes, padding, workers),
+        repeats=parts.repeats,
+        workers=workers,
+        profiler=profiler,
+        append_metrics=parts.append_metrics,
+        notify=parts.notify,
+    )
 
 
 def build_scorer(parts: LearnerParts) -> Scorer:

@@ -3,8 +3,8 @@
 In step t the engine gets the learner's weights and samples round t of the schedule (`staleness_schedule.py`) in a
 thread: one call with the rows of all batches of the round, in fixed order. Before the optimizer step the round has
 ended, and is proven with the weights that the learner still has (`sync_probe.py`). A continued completion is a new
-request with prompt and earlier tokens as its prompt, and a seed of its own. Keys and values are computed again: those
-of older weights are never used.
+request with all earlier tokens in its prompt. Keys and values are computed again: those of older weights are never
+used.
 
 The end of a step is a consistent cut: nothing is being sampled, and all completions of later steps are open rollouts,
 finished or not. A checkpoint holds them (`storage/records/open_rollouts.py`). After a resume, the same problems are
@@ -26,19 +26,18 @@ from transformers import TrainerState
 from grpo_ray.config.schema import Config
 from grpo_ray.data.problem import SOURCE
 from grpo_ray.errors import ConfigError
-from grpo_ray.inference.sampling import Completion
 from grpo_ray.learner.collectives import Workers
 from grpo_ray.learner.exact_savings import is_noisy
 from grpo_ray.learner.rollouts.rollout import Completions, Rows
-from grpo_ray.learner.rollouts.sampler import SingleTurn, WeightSync
+from grpo_ray.learner.rollouts.rounds import OpenBatch, RoundRequest, Rounds
+from grpo_ray.learner.rollouts.sampler import WeightSync
 from grpo_ray.learner.rollouts.staleness_metrics import RoundTimes, staleness_metrics
 from grpo_ray.learner.rollouts.staleness_schedule import StalenessSchedule
-from grpo_ray.learner.rollouts.sync_probe import Segment, SyncProbe
+from grpo_ray.learner.rollouts.sync_probe import SyncProbe
 from grpo_ray.storage.records.open_rollouts import (
     OpenRollout,
     RolloutKey,
     load_open_rollouts,
-    optional_logps,
     prompt_digest,
     save_open_rollouts,
 )
@@ -126,32 +125,6 @@ def rollout_settings(config: Config) -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True)
-class OpenBatch:
-    """One worker's rows of a step's batch, with their completions so far. B rows."""
-
-    step: int
-    """Number of optimizer steps before the one that trains on it."""
-    rows: Rows
-    """(B,)"""
-    prompt_ids: list[list[int]]
-    """(B, P_b)"""
-    rollouts: list[OpenRollout]
-    """(B,)"""
-
-
-@dataclass(frozen=True)
-class SegmentRequest:
-    """Request to the engine for the next segment of a completion."""
-
-    row: dict[str, Any]
-    context: list[int]
-    """Token ids of the prompt and of earlier segments."""
-    rollout: OpenRollout
-    limit: int
-    """Largest number of tokens."""
-
-
 @dataclass
 class SavedRollouts:
     """Open rollouts of the checkpoint that the attempt has started from, of all workers."""
@@ -177,7 +150,7 @@ class BoundedStalenessSampler:
         self,
         schedule: StalenessSchedule,
         sync: WeightSync,
-        turn: SingleTurn,
+        rounds: Rounds,
         probe: SyncProbe,
         *,
         repeats: int,
@@ -193,21 +166,21 @@ class BoundedStalenessSampler:
         """
         self.schedule = schedule
         self.sync = sync
-        self.turn = turn
+        self.rounds = rounds
         self.probe = probe
         self.repeats = repeats
         self.workers = workers
         self.profiler = profiler
         self.append_metrics = append_metrics
         self.notify = notify
-        self.settings = rollout_settings(turn.config)
+        self.settings = rollout_settings(rounds.config) | rounds.settings
         self.batches: PrefetchedBatches[Rows] = PrefetchedBatches(())
         self.open: dict[int, OpenBatch] = {}
         """Batches of later steps that have begun, by step."""
         self.saved = SavedRollouts({}, 0)
-        self.pending: Future[list[Completion]] | None = None
+        self.pending: Future[Sequence[Any]] | None = None
         """Completions of the round that is being sampled."""
-        self._requests: list[SegmentRequest] = []
+        self._requests: list[RoundRequest] = []
         self._random_state = torch.get_rng_state()
         """State of torch's generator on the CPU when the round was started."""
         self._times = RoundTimes()
@@ -239,7 +212,7 @@ class BoundedStalenessSampler:
         self.append_metrics(
             staleness_metrics(batch.rollouts, batch.prompt_ids, version, self.schedule.max_staleness, self.workers)
         )
-        return self._completions(batch, is_on_policy=missing == total)
+        return self.rounds.completions(batch, is_on_policy=missing == total)
 
     def start_ahead(self, state: TrainerState) -> None:
         """Begin the round of the current step in a thread, with the weights that the step began with."""
@@ -260,13 +233,13 @@ class BoundedStalenessSampler:
             pending, self.pending = self.pending, None
             waits_since = time.perf_counter()
             with self.profiler.span("generate"):  # the part of the round that outlasts the learner's work
-                completions = pending.result()
+                results = pending.result()
             self._times.waited += time.perf_counter() - waits_since
             if self.workers.device.type == "cpu":
                 # vLLM's sampler on the CPU draws numbers from this generator that it does not use. The learner draws
                 # none meanwhile (`require_deterministic_model`), but gradient checkpointing may have reset the state.
                 torch.set_rng_state(self._random_state)
-            segments = self._add(self._requests, completions, self.sync.step())
+            segments = self.rounds.add(self._requests, results, self.sync.step())
             self._requests = []
             self.probe.prove(segments)
         self.append_metrics(self._times.take(self.workers))
@@ -333,34 +306,27 @@ class BoundedStalenessSampler:
 
     def _begin(self, rows: Rows, step: int) -> OpenBatch:
         """Return a batch with the completions that the checkpoint holds, and empty ones for its other rows."""
-        prompt_ids = self.turn.render(rows)
+        prompt_ids = self.rounds.render(rows)
         rollouts = [
             self.saved.take(OpenRollout(key=_key(row), batch=step, prompt=prompt_digest(ids)))
             for row, ids in zip(rows, prompt_ids, strict=True)
         ]
         return OpenBatch(step, rows, prompt_ids, rollouts)
 
-    def _next_requests(self, batches: Sequence[OpenBatch], version: int) -> list[SegmentRequest]:
+    def _next_requests(self, batches: Sequence[OpenBatch], version: int) -> list[RoundRequest]:
         """Return the requests of a round for the unfinished completions of some batches, in order."""
         return [
-            SegmentRequest(
-                row,
-                [*ids, *rollout.token_ids],
-                rollout,
-                self.schedule.token_limit(
-                    batch.step, rollout.began if rollout.runs else version, len(rollout.token_ids)
-                ),
-            )
+            RoundRequest(row, ids, rollout, self.rounds.limit(rollout, batch.step, version))
             for batch in batches
             for row, ids, rollout in zip(batch.rows, batch.prompt_ids, batch.rollouts, strict=True)
             if not rollout.finished
         ]
 
-    def _sample_now(self, requests: list[SegmentRequest], version: int, *, is_proven_by_loss: bool) -> None:
+    def _sample_now(self, requests: list[RoundRequest], version: int, *, is_proven_by_loss: bool) -> None:
         """Sample the completions that the step's batch lacks, while the learner waits."""
         waits_since = time.perf_counter()
         self._requests = requests
-        segments = self._add(requests, self._run(), version)
+        segments = self.rounds.add(requests, self._run(), version)
         self._requests = []
         self._times.waited += time.perf_counter() - waits_since
         with self.profiler.span("wait_workers"):
@@ -368,57 +334,12 @@ class BoundedStalenessSampler:
         if not is_proven_by_loss:  # the loss compares learner and engine only if all tokens are of its own weights
             self.probe.prove(segments)
 
-    def _run(self) -> list[Completion]:
+    def _run(self) -> Sequence[Any]:
         """Sample the requests of a round; in a round's thread, or in the learner's."""
-        requests = self._requests
-
-        def grade(number: int, token_ids: list[int]) -> None:
-            # Certainly finished; whether one of this length has ended is known only with the round.
-            if len(token_ids) < requests[number].limit:
-                self._grade(requests[number], token_ids)
-
         began = time.perf_counter()
-        completions = self.turn.run_segments(
-            [each.row for each in requests],
-            [each.context for each in requests],
-            [each.limit for each in requests],
-            [len(each.rollout.runs) for each in requests],
-            grade,
-        )
+        results = self.rounds.run(self._requests)
         self._times.add_round(time.perf_counter() - began)
-        return completions
-
-    def _add(
-        self, requests: Sequence[SegmentRequest], completions: Sequence[Completion], version: int
-    ) -> list[Segment]:
-        """Add the tokens of a round to their completions, and return them as segments."""
-        segments = []
-        for request, completion in zip(requests, completions, strict=True):
-            rollout, length = request.rollout, len(completion.token_ids)
-            age = version - rollout.began if rollout.runs else 0
-            # A completion without space in the engine's context is cut off before its limit.
-            is_cut_here = completion.truncated and length == request.limit
-            rollout.finished = not is_cut_here or len(rollout.token_ids) + length >= self.schedule.longest
-            if rollout.finished and length == request.limit:  # shorter ones are graded as soon as they end
-                self._grade(request, completion.token_ids)
-            rollout.add_segment(version, completion.token_ids, completion.logps, completion.unprocessed_logps)
-            proof = completion.unprocessed_logps or completion.logps
-            segments.append(Segment(request.context, completion.token_ids, proof, age, completion.shard))
-        return segments
-
-    def _grade(self, request: SegmentRequest, token_ids: list[int]) -> None:
-        """Start grading a finished completion, given its last segment."""
-        self.turn.grade(request.row, [*request.rollout.token_ids, *token_ids])
-
-    def _completions(self, batch: OpenBatch, *, is_on_policy: bool) -> Completions:
-        is_processed = bool(self.turn.config.sampling.processing)
-        return Completions(
-            batch.prompt_ids,
-            [each.token_ids.tolist() for each in batch.rollouts],
-            [optional_logps(each.logps) for each in batch.rollouts],
-            [optional_logps(each.unprocessed_logps) for each in batch.rollouts] if is_processed else None,
-            is_on_policy=is_on_policy,
-        )
+        return results
 
 
 def _key(row: Mapping[str, Any]) -> RolloutKey:

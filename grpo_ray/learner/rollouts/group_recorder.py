@@ -20,8 +20,8 @@ from grpo_ray.rewards.completions import transcript
 from grpo_ray.storage.records.groups import GROUP_BYTES, TEXT_BYTES, GroupRecord, attach_texts
 from grpo_ray.storage.records.tokens import TokenRecord, bound_text, cut_middle, keep_ends, without_token_texts
 from grpo_ray.text.redaction import redact_record
+from grpo_ray.tools.conversation import Conversation
 from grpo_ray.tools.conversation_record import record_conversation
-from grpo_ray.tools.turn_loop import Conversation
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

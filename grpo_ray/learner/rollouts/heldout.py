@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from grpo_ray.inference.conversation_source import ConversationSource
     from grpo_ray.inference.engine import Engine
-    from grpo_ray.tools.turn_loop import Conversation
+    from grpo_ray.tools.conversation import Conversation
 
 
 @dataclass(frozen=True)

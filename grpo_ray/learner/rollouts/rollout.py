@@ -12,7 +12,7 @@ import torch
 
 from grpo_ray.learner.batch import Batch, move_to, select_rows
 from grpo_ray.storage.records.groups import GroupRecord
-from grpo_ray.tools.turn_loop import Conversation
+from grpo_ray.tools.conversation import Conversation
 
 Rows = list[dict[str, Any]]
 """A batch of the dataloader: one row for each completion to sample, in whole groups."""

@@ -5,7 +5,8 @@ A `Sampler` takes rows (problems with their epoch and index, from which each com
 engine runs, or on when the completions were sampled.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -14,12 +15,12 @@ from transformers import TrainerState
 
 from grpo_ray.config.schema import Config
 from grpo_ray.inference.arguments import request_seed
-from grpo_ray.inference.sampling import Completion, OnFinished, ignore_finished, limit_tokens
+from grpo_ray.inference.sampling import Completion, OnFinished, RunRound, ignore_finished, limit_tokens
 from grpo_ray.learner.collectives import Workers
 from grpo_ray.learner.rollouts.rollout import Completions, Rows
 from grpo_ray.models.tokenizer import tokenize_prompts
 from grpo_ray.telemetry.profiler import PhaseProfiler
-from grpo_ray.tools.turn_loop import Conversation
+from grpo_ray.tools.conversation import Conversation
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -199,7 +200,9 @@ class MultiTurn:
     profiler: PhaseProfiler
     append_metrics: Metrics
 
-    def sample(self, rows: Rows) -> Completions:
+    @contextmanager
+    def generating(self) -> Iterator[RunRound]:
+        """Wake the engine up, and yield a function that generates a turn for each prompt."""
         with self.profiler.span("tools"), self.engine.rounds() as run_round:
 
             def generate(
@@ -210,17 +213,19 @@ class MultiTurn:
                 self.profiler.count_tokens("engine", sum(len(each.token_ids) for each in completions))
                 return completions
 
+            yield generate
+
+    def sample(self, rows: Rows) -> Completions:
+        with self.generating() as generate:
             sampled = self.source.sample(
                 rows,
                 self.engine.training_sampling,
                 generate,
                 is_any_active=self.engine.is_any_active,
-                on_ended=lambda row, conversation: self._grade(rows[row], conversation),
+                on_ended=lambda row, conversation: self.grade(rows[row], conversation),
                 on_result=self.profiler.note_progress,
             )
-        with self.profiler.span("wait_workers"):  # workers differ in their turns
-            summaries = self.workers.gather_objects([each.summary for each in sampled])
-        self.append_metrics(self.source.metrics([each for worker in summaries for each in worker]))
+        self.report(sampled)
         is_processed = bool(self.config.sampling.processing)
         return Completions(
             [each.prompt_ids for each in sampled],
@@ -231,6 +236,13 @@ class MultiTurn:
             sampled,
         )
 
-    def _grade(self, row: Any, conversation: Conversation) -> None:
+    def report(self, conversations: Sequence[Conversation]) -> None:
+        """Append the metrics of a step's conversations; collective."""
+        with self.profiler.span("wait_workers"):  # workers differ in their turns
+            summaries = self.workers.gather_objects([each.summary for each in conversations])
+        self.append_metrics(self.source.metrics([each for worker in summaries for each in worker]))
+
+    def grade(self, row: Any, conversation: Conversation) -> None:
+        """Start grading a conversation that has ended, if a reward is graded early."""
         if self.start_grading is not None:
             self.start_grading(row, conversation.messages)

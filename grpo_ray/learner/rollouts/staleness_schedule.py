@@ -9,6 +9,8 @@ does, round t samples with version t:
 A completion gets at most ceil(L / k) tokens in a round, where L is the longest completion. After k rounds its batch is
 complete, and its oldest tokens are k versions old. Nothing is dropped, and no clock takes part.
 
+A completion with tools gets turns in place of tokens, at most an equal part of those that are left to it.
+
 At the start of a run, batch s is sampled with the weights that train it, and batches s + 1 to s + k all begin in round
 s. Batch s + j then has j rounds, with ceil(L / j) tokens in each.
 """
@@ -41,3 +43,17 @@ class StalenessSchedule:
         """
         rounds = max(1, batch - began)
         return min(-(-self.longest // rounds), self.longest - sampled)
+
+    def turn_limit(self, batch: int, version: int, turns: int, max_turns: int) -> int:
+        """Return the largest number of turns that a completion with tools has after a round.
+
+        The turns that it may still take are divided equally among the rounds that are left; a turn is not divided.
+
+        Args:
+            batch: batch of the completion.
+            version: version of the round; the batch itself if the step waits for the completion.
+            turns: number of its turns so far.
+            max_turns: `rollout.max_turns`.
+        """
+        rounds = max(1, batch - version)
+        return turns - (turns - max_turns) // rounds

@@ -8,7 +8,7 @@ of a held-out problem:
 | `turns` | turns of the policy |
 | `calls`, `call_errors` | calls of tools and steps of the environment, and those of them that failed |
 | `tool_seconds` | seconds in tools and environments |
-| `ended` | reason for the end, `tools.turn_loop.Ended` |
+| `ended` | reason for the end, `tools.conversation.Ended` |
 | `messages` | structs of `role`, `name` and `content`, truncated to a bounded size; null where texts are not recorded |
 
 A message is one struct, so no text of a tool or of the policy can look like the beginning of another message.

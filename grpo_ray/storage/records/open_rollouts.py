@@ -56,6 +56,10 @@ class OpenRollout:
     """(T,) log-probabilities with which the tokens were sampled, nats; NaN where the engine returned none."""
     unprocessed_logps: "array[float]" = field(default_factory=lambda: array("f"))
     """(T,) the same before filters and penalties; empty if the run uses none."""
+    own: "array[int]" = field(default_factory=lambda: array("b"))
+    """(T,) 1 on tokens that the policy sampled, 0 on results of tools; empty without tools."""
+    conversation: dict[str, Any] | None = None
+    """State of its turns, in JSON types (`OpenConversation.state`); None without tools, and before its first turn."""
     runs: list[tuple[int, int]] = field(default_factory=list)
     """Version of the weights, and number of the tokens sampled with it, for each segment, in order."""
     finished: bool = False
@@ -72,12 +76,20 @@ class OpenRollout:
         token_ids: Sequence[int],
         logps: Sequence[float | None],
         unprocessed_logps: Sequence[float | None],
+        own: Sequence[int] = (),
     ) -> None:
-        """Append the tokens that a round has sampled, (T,) each; `unprocessed_logps` may be empty."""
+        """Append the tokens that a round has sampled, (T,) each; `unprocessed_logps` and `own` may be empty."""
         self.token_ids.extend(token_ids)
         self.logps.extend(map(_number, logps))
         self.unprocessed_logps.extend(map(_number, unprocessed_logps))
+        self.own.extend(own)
         self.runs.append((version, len(token_ids)))
+
+    def delete_tokens(self) -> None:
+        """Begin anew, without tokens."""
+        for column in (self.token_ids, self.logps, self.unprocessed_logps, self.own, self.runs):
+            del column[:]
+        self.conversation, self.finished = None, False
 
 
 def optional_logps(logps: "array[float]") -> list[float | None]:
@@ -116,6 +128,8 @@ def save_open_rollouts(folder: Path, rollouts: Sequence[OpenRollout], settings: 
         "token_ids": [each.token_ids for each in rollouts],
         "logps": [each.logps for each in rollouts],
         "unprocessed_logps": [each.unprocessed_logps for each in rollouts],
+        "own": [each.own for each in rollouts],
+        "conversation": [None if each.conversation is None else json.dumps(each.conversation) for each in rollouts],
         "versions": [[version for version, _ in each.runs] for each in rollouts],
         "version_tokens": [[tokens for _, tokens in each.runs] for each in rollouts],
         "finished": [each.finished for each in rollouts],
@@ -139,7 +153,7 @@ def load_open_rollouts(folder: Path) -> tuple[list[OpenRollout], dict[str, Any]]
         return [], {}
     try:
         with pa.memory_map(str(path)) as stream:
-            table = read_columns(stream, _schema(), {}, limit=FOLDER_BYTES)
+            table = read_columns(stream, _schema(), {"own": [], "conversation": None}, limit=FOLDER_BYTES)
         settings = dict(json.loads(table.schema.metadata[SETTINGS]))
         rollouts = [_rollout_of(row) for row in table.to_pylist()]
     except (pa.ArrowException, ValueError, TypeError, KeyError, OSError, OverflowError) as error:
@@ -154,6 +168,9 @@ def _rollout_of(row: Mapping[str, Any]) -> OpenRollout:
         raise ValueError(f"the completion of problem {row['problem']} has columns of different lengths")
     if len(row["unprocessed_logps"]) not in (0, tokens):
         raise ValueError(f"unprocessed_logps of problem {row['problem']} has another length than token_ids")
+    conversation = None if row["conversation"] is None else dict(json.loads(row["conversation"]))
+    if len(row["own"]) != (0 if conversation is None else tokens):
+        raise ValueError(f"own of problem {row['problem']} has another length than token_ids")
     return OpenRollout(
         key=RolloutKey(row["source"], row["problem"], row["epoch"], row["index"]),
         batch=row["batch"],
@@ -161,6 +178,8 @@ def _rollout_of(row: Mapping[str, Any]) -> OpenRollout:
         token_ids=array("i", row["token_ids"]),
         logps=array("f", row["logps"]),
         unprocessed_logps=array("f", row["unprocessed_logps"]),
+        own=array("b", row["own"]),
+        conversation=conversation,
         runs=runs,
         finished=row["finished"],
     )
@@ -180,6 +199,8 @@ def _schema() -> "pa.Schema":
             "token_ids": pa.list_(pa.int32()),
             "logps": pa.list_(pa.float32()),
             "unprocessed_logps": pa.list_(pa.float32()),
+            "own": pa.list_(pa.int8()),
+            "conversation": pa.string(),
             "versions": pa.list_(pa.int64()),
             "version_tokens": pa.list_(pa.int64()),
             "finished": pa.bool_(),

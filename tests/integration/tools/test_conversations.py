@@ -13,7 +13,7 @@ from tool_steps import TOOL_TOKENIZER, ToolEngine
 
 from grpo_ray.config.loader import load_config
 from grpo_ray.inference.conversation_sampler import ConversationSampler
-from grpo_ray.tools.turn_loop import Conversation
+from grpo_ray.tools.conversation import Conversation
 
 ROWS = [
     {"id": f"{n:016x}", "epoch": 0, "index": 0, "prompt": [{"role": "user", "content": f"What is {10 + n} * 7?"}]}

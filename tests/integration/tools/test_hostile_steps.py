@@ -20,8 +20,8 @@ from tool_steps import TOOL_TOKENIZER, ToolEngine
 from grpo_ray.config.loader import load_config
 from grpo_ray.inference.conversation_sampler import ConversationSampler
 from grpo_ray.processes.landlock import landlock_version
+from grpo_ray.tools.conversation import Conversation
 from grpo_ray.tools.template import close_reader
-from grpo_ray.tools.turn_loop import Conversation
 
 pytestmark = pytest.mark.skipif(not landlock_version(), reason="this kernel has no Landlock")
 

@@ -322,7 +322,7 @@ VIOLATIONS = {
     ],
     "stop_on_names_active_warnings": ["run.stop_on=[truncation]", "health.truncation=null"],
     "notify_is_a_web_address": ["run.notify=ftp://host/"],
-    "turns_go_with_options": ["rollout.max_staleness=1", "rollout.tools=['package.tools:add']"],
+    "turns_go_with_options": ["rollout.max_staleness=3", "rollout.max_turns=2", "rollout.tools=['package.tools:add']"],
     "rollout_function_goes_with_options": ["rollout.function=package.rollouts:play", "rollout.confine=true"],
     "environments_are_named_alike": ["rewards.functions=[environment]", "rollout.environment=null"],
     "remote_sandbox_is_complete": ["rollout.sandbox_url=http://sandbox:8080"],

@@ -15,7 +15,7 @@ from grpo_ray.inference.sampling import Completion
 from grpo_ray.models.embedded_policy import embedded_policy
 from grpo_ray.models.tokenizer import load_tokenizer
 from grpo_ray.storage.records.conversation_columns import MessageRecord
-from grpo_ray.tools.turn_loop import Conversation
+from grpo_ray.tools.conversation import Conversation
 
 PROBLEMS = [
     Problem(id=f"{n:016x}", prompt=[{"role": "user", "content": f"{n} + 1"}], solution=f"${n + 1}$") for n in (2, 3)

@@ -10,7 +10,7 @@ from grpo_ray.config.loader import load_config
 from grpo_ray.data.problem import Problem
 from grpo_ray.errors import ConfigError
 from grpo_ray.inference.conversation_sampler import ConversationSampler
-from grpo_ray.tools.turn_loop import Start
+from grpo_ray.tools.conversation import Start
 
 SEVERAL = "rollout.environment={game: grpo_ray.tools.examples:Guess, count: hostile_tools:Counter}"
 PROBLEM = Problem(

@@ -24,7 +24,7 @@ from grpo_ray.inference import chat_requests, endpoint
 from grpo_ray.inference.chat_requests import RefusedRequest, read_chat_request, require_continuation
 from grpo_ray.inference.rollout_function import FunctionSampler, RolloutPolicy
 from grpo_ray.inference.trajectories import EndpointAccess, RolloutRow, Trajectory
-from grpo_ray.tools.turn_loop import Conversation
+from grpo_ray.tools.conversation import Conversation
 
 PATH = "grpo_ray.inference.rollout_examples:one_turn"
 SAMPLING = {"temperature": 1.0, "max_tokens": 48, "logprobs": 0}

@@ -21,7 +21,7 @@ from grpo_ray.inference.rollout_function import FunctionSampler, RolloutPolicy, 
 from grpo_ray.inference.sampling import Completion
 from grpo_ray.inference.trajectories import RolloutRow, Trajectory
 from grpo_ray.resilience.error_triage import raise_if_fatal
-from grpo_ray.tools.turn_loop import Conversation
+from grpo_ray.tools.conversation import Conversation
 
 CONTEXT = 64
 ONE_TURN = "grpo_ray.inference.rollout_examples:one_turn"

@@ -1,9 +1,9 @@
 """Tests of the records of conversations."""
 
 from grpo_ray.storage.records.conversation_columns import MessageRecord
+from grpo_ray.tools.conversation import CallRecord, Conversation
 from grpo_ray.tools.conversation_record import record_conversation
 from grpo_ray.tools.template import Message
-from grpo_ray.tools.turn_loop import CallRecord, Conversation
 
 MESSAGES: list[Message] = [
     {

@@ -15,17 +15,18 @@ from scripted_tools import Answer, ScriptedEngine, ScriptedPool, encode, tool_to
 from grpo_ray.config.schema import RolloutConfig
 from grpo_ray.errors import DataError
 from grpo_ray.models.demonstrations import TOOL_SPECIAL_TOKENS
-from grpo_ray.tools.definitions import load_definition
-from grpo_ray.tools.sandbox.protocol import CallResult, Status
-from grpo_ray.tools.template import ToolTemplate
-from grpo_ray.tools.turn_loop import (
+from grpo_ray.tools.conversation import (
     CallRecord,
     Conversation,
     ConversationSummary,
     Start,
     conversation_metrics,
-    run_conversations,
 )
+from grpo_ray.tools.definitions import load_definition
+from grpo_ray.tools.open_conversation import OpenConversation
+from grpo_ray.tools.sandbox.protocol import CallResult, Status
+from grpo_ray.tools.template import ToolTemplate
+from grpo_ray.tools.turn_loop import TurnLoop
 
 MULTIPLY = "grpo_ray.tools.examples:multiply"
 GUESS = "grpo_ray.tools.examples:Guess"
@@ -58,6 +59,12 @@ def tools_of_test(row: int, operation: str, payload: Any) -> Answer:
     return {"reset": None, "step": "go on", "reward": CallResult("ok", value=row + 0.5)}[operation]
 
 
+def conversations_of(loop: TurnLoop, starts: Sequence[Start]) -> list[OpenConversation]:
+    """Return conversations before their first turn."""
+    tools = loop.definition.tool_set
+    return [OpenConversation(row, start, tools(start.environment)) for row, start in enumerate(starts)]
+
+
 class Run:
     """One batch of conversations, with all its requests to the engine and the pool."""
 
@@ -83,8 +90,7 @@ class Run:
         """Row, reason, tokens and reward of each call of `on_ended`."""
         config = RolloutConfig(**{"tools": (MULTIPLY,), **limits})
         starts = [self._start(row, environments[row] if environments else None) for row in range(len(scripts))]
-        self.conversations = run_conversations(
-            starts,
+        loop = TurnLoop(
             template=template or shared_template(),
             definition=load_definition(config),
             pool=self.pool,
@@ -96,6 +102,7 @@ class Run:
             on_ended=self._on_ended,
             on_result=self._on_result,
         )
+        self.conversations = loop.run(conversations_of(loop, starts))
 
     @staticmethod
     def _start(row: int, environment: str | None) -> Start:
@@ -415,8 +422,7 @@ def test_start_is_not_changed_by_the_first_observation() -> None:
     messages = [{"role": "user", "content": "Q"}]
     config = RolloutConfig(environment=GUESS)
     start = Start(messages, None, {}, 0, 0, lambda turn, left: {"row": 0, "turn": turn, "max_tokens": left})
-    run_conversations(
-        [start],
+    loop = TurnLoop(
         template=shared_template(),
         definition=load_definition(config),
         pool=ScriptedPool(lambda row, operation, payload: "more"),
@@ -425,6 +431,7 @@ def test_start_is_not_changed_by_the_first_observation() -> None:
         max_model_len=999,
         generate=ScriptedEngine([[ANSWER]]),
     )
+    loop.run(conversations_of(loop, [start]))
     assert messages == [{"role": "user", "content": "Q"}]
 
 
@@ -671,17 +678,17 @@ def test_episodes_are_closed_if_the_engine_fails() -> None:
         raise RuntimeError("the engine is gone")
 
     start = Start([{"role": "user", "content": "Q"}], None, {}, 0, 0, lambda turn, left: {})
+    loop = TurnLoop(
+        template=shared_template(),
+        definition=load_definition(config),
+        pool=pool,
+        limits=config,
+        max_completion_length=9,
+        max_model_len=99,
+        generate=fail,
+    )
     with pytest.raises(RuntimeError, match="the engine is gone"):
-        run_conversations(
-            [start, start],
-            template=shared_template(),
-            definition=load_definition(config),
-            pool=pool,
-            limits=config,
-            max_completion_length=9,
-            max_model_len=99,
-            generate=fail,
-        )
+        loop.run(conversations_of(loop, [start, start]))
     assert [each.closed for each in pool.episodes] == [1, 1]
 
 

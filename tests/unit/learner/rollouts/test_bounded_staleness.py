@@ -21,6 +21,7 @@ from grpo_ray.learner.rollouts.group_batches import GroupBatches
 from grpo_ray.learner.rollouts.padding import Padding
 from grpo_ray.learner.rollouts.rollout import Completions
 from grpo_ray.learner.rollouts.sampler import SingleTurn, WeightSync
+from grpo_ray.learner.rollouts.segment_rounds import SegmentRounds
 from grpo_ray.learner.rollouts.staleness_schedule import StalenessSchedule
 from grpo_ray.learner.rollouts.sync_probe import SyncProbe
 from grpo_ray.storage.records.open_rollouts import load_open_rollouts
@@ -110,9 +111,10 @@ class Run:
         turn = SingleTurn(
             config, engine, TOKENIZER, lambda row, text: self.graded.append((row["id"], row["index"], str(text)))
         )
+        schedule = StalenessSchedule(self.staleness, LONGEST, STEPS)
         self.sampler = BoundedStalenessSampler(
-            StalenessSchedule(self.staleness, LONGEST, STEPS), WeightSync(engine, lambda: self.version),
-            turn, SyncProbe(engine, Padding(0, None, 1.0), workers), repeats=1,
+            schedule, WeightSync(engine, lambda: self.version),
+            SegmentRounds(turn, schedule), SyncProbe(engine, Padding(0, None, 1.0), workers), repeats=1,
             workers=workers, profiler=PhaseProfiler(), append_metrics=lambda values: self.metrics.append(dict(values)),
             notify=self.lines.append,
         )  # fmt: skip

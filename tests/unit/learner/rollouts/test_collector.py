@@ -27,6 +27,7 @@ from grpo_ray.learner.rollouts.recorded_samples import SampleChooser
 from grpo_ray.learner.rollouts.rollout import Rollout, Rows
 from grpo_ray.learner.rollouts.sampler import OnPolicySampler, Sampler, SingleTurn, WeightSync
 from grpo_ray.learner.rollouts.scoring import Reward, Scorer
+from grpo_ray.learner.rollouts.segment_rounds import SegmentRounds
 from grpo_ray.learner.rollouts.staleness_schedule import StalenessSchedule
 from grpo_ray.learner.rollouts.sync_probe import SyncProbe
 from grpo_ray.learner.schedule import DrawOrder
@@ -109,8 +110,9 @@ def make_collector(
     turn = SingleTurn(config, engine, TOKENIZER, None)
     sampler: Sampler = OnPolicySampler(sync, turn, workers, profiler)
     if ahead:
+        schedule = StalenessSchedule(1, longest=len(ANSWER), max_steps=9)
         sampler = BoundedStalenessSampler(
-            StalenessSchedule(1, longest=len(ANSWER), max_steps=9), sync, turn, SyncProbe(script, padding, workers),
+            schedule, sync, SegmentRounds(turn, schedule), SyncProbe(script, padding, workers),
             repeats=1, workers=workers, profiler=profiler, append_metrics=metrics,
             notify=lambda line: None,
         )  # fmt: skip

@@ -10,7 +10,7 @@ from grpo_ray.learner.batch import SAMPLED_ROWS
 from grpo_ray.learner.rollouts.group_recorder import GroupRecorder, find_truncated
 from grpo_ray.learner.rollouts.rollout import Rollout
 from grpo_ray.storage.records.tokens import COMPLETION_TOKENS
-from grpo_ray.tools.turn_loop import CallRecord, Conversation
+from grpo_ray.tools.conversation import CallRecord, Conversation
 
 END, PAD = 1, 0
 
