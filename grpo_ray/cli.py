@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 from grpo_ray.config import loader
 from grpo_ray.config.absolute_paths import absolute_model
@@ -487,7 +487,7 @@ def run_report(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def run_watch(arguments: argparse.Namespace) -> int:
+def run_watch(arguments: argparse.Namespace) -> NoReturn:
     """Serve the live page of a run until Ctrl-C."""
     if not 0 <= arguments.port < 1 << 16:
         raise ConfigError(f"--port must be between 0 (a free one) and 65535; got {arguments.port}")
@@ -497,7 +497,11 @@ def run_watch(arguments: argparse.Namespace) -> int:
         print(f"watching {arguments.folder} at {url} (Ctrl-C ends it)", flush=True)
 
     watch(arguments.folder, arguments.port, arguments.open, announce)
-    return 0
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    # Not `return 0`: threads that wait for storage or for clients are still there. The end of the interpreter would stop
+    # each of them wherever it is, and wait forever for a lock that one of them holds.
+    os._exit(0)
 
 
 def sort_overrides(arguments: argparse.Namespace) -> None:

@@ -883,8 +883,9 @@ def turns_go_with_options(config: "Config") -> str | None:
     turns, seconds, staleness = config.rollout.max_turns, config.rollout.time_limit, config.rollout.max_staleness
     if config.rollout.has_turns and staleness > turns:
         return (
-            f"rollout.max_staleness={staleness} is more than rollout.max_turns={turns}: with tools a round samples "
-            f"whole turns, so some would sample nothing; set rollout.max_staleness={turns}, or raise rollout.max_turns"
+            f"rollout.max_staleness={staleness} is more than rollout.max_turns={turns}: with rollout.tools or "
+            "rollout.environment a round samples whole turns, and some would sample nothing; set "
+            f"rollout.max_staleness={turns}, or raise rollout.max_turns"
         )
     if config.rollout.has_turns and turns * seconds >= config.run.hang_seconds:
         return (

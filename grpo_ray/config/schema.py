@@ -455,8 +455,9 @@ class RolloutConfig:
     max_staleness: NonNegativeInt = 0
     """Largest number of optimizer steps by which the weights that sampled a token may be older than those trained on
     it, k. While the learner takes a step, the engine samples for the next k steps, each completion at most
-    ceil(`grpo.max_completion_length` / k) tokens; nothing is dropped. Changes the gradient. 0: sample each step's
-    completions with the newest weights, while the learner waits."""
+    ceil(`grpo.max_completion_length` / k) tokens, or with tools an equal part of `rollout.max_turns`; nothing is
+    dropped. Changes the gradient. 0: sample each step's completions with the newest weights, while the learner
+    waits."""
     anchor: Literal["proximal", "behaviour"] = "proximal"
     """Old policy of the loss with `max_staleness` above 0, by whose ratio the loss clips. "proximal": the weights that
     the step begins with; the importance ratio corrects for the age of a token (decoupled PPO). "behaviour": the weights
@@ -481,7 +482,8 @@ class RolloutConfig:
     """Largest number of tool calls made in one turn. After a call without a result, the turn's remaining calls are not
     made."""
     max_active: PositiveInt = 256
-    """Largest number of completions that a worker samples at a time; each of them may have a process."""
+    """Largest number of completions that a worker samples at a time; each of them may have a process. With
+    `max_staleness` of 2 and more, completions that later steps continue keep theirs besides."""
     time_limit: Annotated[float, Field(gt=0, le=3600)] = 10.0
     """Time limit in seconds for one call of a tool, and one reset, step or reward of an environment."""
     memory_gib: Annotated[float, Field(ge=0.25)] = 1.0

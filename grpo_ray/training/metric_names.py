@@ -117,7 +117,7 @@ METRICS: dict[str, tuple[str, str]] = {
     **{
         name: (name, f"{text}; with rollout.max_staleness only.")
         for name, text in {
-            "rollout/segments_mean": "Mean number of requests by which a completion was sampled",
+            "rollout/segments_mean": "Mean number of rounds in which a completion was sampled",
             "rollout/recomputed_share": "Tokens of prompts and earlier segments that the engine read again, as a share "
             "of the tokens sampled",
             "learner/idle_share": "Share of a step's time in which the learner waited for the engine",

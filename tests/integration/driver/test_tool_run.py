@@ -226,6 +226,31 @@ def test_game_run_of_one_worker_takes_the_same_steps(
     assert_near(weights_of(one.summary.latest_checkpoint), weights_of(game_run.summary.latest_checkpoint))
 
 
+ENGINES = {
+    "colocated": [],
+    "dedicated": ["engine.placement=dedicated", "engine.replicas=2", "cluster.cpus_per_worker=1"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("placement", ENGINES)
+@pytest.mark.parametrize("staleness", [1, 2, 4])
+def test_killed_game_run_with_older_weights_ends_with_the_same_weights(
+    cluster: None, game_policy: Path, tmp_path: Path, staleness: int, placement: str
+) -> None:
+    settings = [*GAME, "grpo.max_steps=7", f"rollout.max_staleness={staleness}", *ENGINES[placement]]
+    whole = train("whole", tmp_path, game_policy, *settings)
+    faults = [Fault("kill-backward", step=3, rank=1), Fault("kill-generation", step=6, rank=0)]
+    killed = train("killed", tmp_path, game_policy, *settings, faults=faults)
+    assert all((killed.folder / "chaos" / fault.marker).exists() for fault in faults)
+    assert groups_of(killed.folder) == groups_of(whole.folder)
+    assert same_weights(weights_of(killed.summary.latest_checkpoint), weights_of(whole.summary.latest_checkpoint))
+    rows = rows_of(whole.folder)
+    assert max(row["engine/logprob_gap_mean"] for row in rows[:-1]) < 1e-4  # the last step samples nothing
+    assert [row["rollout/staleness_0"] for row in rows] == [1.0] + [0.0] * 6
+    assert (max(row["rollout/segments_mean"] for row in rows) > 1) == (staleness > 1)
+
+
 @pytest.mark.parametrize("name", [pytest.param("tool_run", marks=pytest.mark.slow), "game_run"])
 def test_eval_measures_what_the_run_measured(request: pytest.FixtureRequest, name: str, tmp_path: Path) -> None:
     finished: FinishedRun = request.getfixturevalue(name)

@@ -514,8 +514,8 @@ def test_config_fields_of_rollout_are_of_turns_or_of_functions_too() -> None:
     also_of_functions = {"tools", "environment", "function", "settings", "max_active", "max_result_tokens", "confine"}
     remote = {"sandbox_url", "sandbox_provider", "sandbox_token_variable"}
     fields = {field.name for field in dataclasses.fields(RolloutConfig)}
-    of_single_turns = {"structured_outputs", "max_staleness", "anchor"}  # which go with neither
-    assert fields == {*FIELDS_OF_TURNS, *also_of_functions, *remote, *of_single_turns}
+    not_of_functions = {"structured_outputs", "max_staleness", "anchor"}  # refused with a function
+    assert fields == {*FIELDS_OF_TURNS, *also_of_functions, *remote, *not_of_functions}
 
 
 def test_config_rollout_function_may_score_and_have_settings() -> None:

@@ -47,6 +47,16 @@ def test_load_segments_with_repetition_penalty_is_allowed() -> None:
     load_config(None, ["rollout.max_staleness=4", "grpo.repetition_penalty=1.1"])  # vLLM counts the prompt too
 
 
+def test_load_turns_allow_what_a_whole_request_needs() -> None:
+    tools = ["rollout.tools=['package.tools:add']", "rollout.max_staleness=2", "cluster.use_gpu=true"]
+    load_config(None, [*tools, "grpo.generation_kwargs={min_tokens: 5}", "grpo.max_completion_length=300"])
+    with pytest.raises(ConfigError, match="the tokens of a completion are sampled with several weights"):
+        load_config(None, [*tools, "grpo.importance_sampling_level=sequence"])
+    load_config(None, [*tools, "rollout.max_turns=2"])
+    with pytest.raises(ConfigError, match=r"rollout\.max_staleness=2 is more than rollout\.max_turns=1: .* raise"):
+        load_config(None, [*tools, "rollout.max_turns=1"])
+
+
 def test_load_short_segments_on_gpus_raises() -> None:
     settings = ["cluster.use_gpu=true", "grpo.max_completion_length=1000"]
     load_config(None, [*settings, "rollout.max_staleness=3"])

@@ -113,6 +113,22 @@ def test_pool_uses_no_weights_before_they_are_proven(two_engines: Any) -> None:
     assert client.collect(number, 0, 2) == [[0, 2, 1], [1, 2, 1]]
 
 
+def test_pool_tells_every_worker_whether_any_is_active(two_engines: Any) -> None:
+    Client(two_engines, "asks", workers=2)
+
+    def ask(number: int, *answers: bool) -> list[bool]:
+        asked = [two_engines.is_any_active.remote("asks", number, rank, each) for rank, each in enumerate(answers)]
+        return ray.get(asked, timeout=LIMIT)
+
+    assert ask(1, True, False) == [True, True]
+    assert ask(2, False, True) == [True, True]
+    assert ask(3, False, False) == [False, False]
+    waiting = two_engines.is_any_active.remote("asks", 4, 0, True)
+    Client(two_engines, "later")
+    with pytest.raises(ray.exceptions.RayTaskError, match="another attempt"):
+        ray.get(waiting, timeout=LIMIT)
+
+
 def test_pool_ends_the_work_for_an_earlier_attempt(two_engines: Any, folder: Path) -> None:
     client = Client(two_engines, "earlier")
     client.sync(1)
