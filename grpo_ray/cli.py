@@ -499,8 +499,8 @@ def run_watch(arguments: argparse.Namespace) -> NoReturn:
     watch(arguments.folder, arguments.port, arguments.open, announce)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-    # Not `return 0`: threads that wait for storage or for clients are still there. The end of the interpreter would stop
-    # each of them wherever it is, and wait forever for a lock that one of them holds.
+    # Not `return 0`: threads that wait for storage or for clients are still there. The end of the interpreter would
+    # stop each of them wherever it is, and wait forever for a lock that one of them holds.
     os._exit(0)
 
 
