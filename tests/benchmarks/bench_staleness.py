@@ -122,7 +122,7 @@ class Engines:
     def __init__(self, pool: Any, name: str, longest: int) -> None:
         self.client = Client(pool, name)
         self.training_sampling = {"max_tokens": longest}
-        self.version = self.proofs = self.rounds = 0
+        self.version = self.proofs = self.round = 0
 
     def sync_weights(self) -> None:
         self.client.load(self.version)
@@ -135,8 +135,8 @@ class Engines:
     def run_requests(
         self, prompts: list[list[int]], sampling: list[dict[str, Any]], on_finished: OnFinished = ignore_finished
     ) -> list[Completion]:
-        self.rounds += 1
-        number, rank = self.rounds, 0
+        self.round += 1
+        number, rank = self.round, 0
         self.client.call("submit", number, number, rank, list(map(EngineRequest, prompts, sampling)))
         completions: dict[int, Completion] = {}
         while len(completions) < len(prompts):

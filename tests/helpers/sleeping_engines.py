@@ -43,6 +43,13 @@ class Lengths:
         return max(1, min(self.longest, round(length)))
 
 
+@dataclass(frozen=True)
+class TurnLengths:
+    """Completions that are all the same turn."""
+
+    token_ids: list[int]
+
+
 def first_token(seed: int) -> int:
     """Return the first token of a completion.
 
@@ -58,7 +65,7 @@ class SleepingSpec(EngineSpec):
 
     speed: EngineSpeed
     """Durations of their work; `max_running` and `cache_tokens` are not used: all requests run at once."""
-    lengths: Lengths
+    lengths: Lengths | TurnLengths
 
 
 class SleepingProcess(FakeProcess):
@@ -90,6 +97,9 @@ class SleepingProcess(FakeProcess):
 
     def _completion(self, prompt: list[int], arguments: dict[str, Any]) -> Completion:
         """Return the tokens that a request adds to its completion."""
+        if isinstance(self._spec.lengths, TurnLengths):
+            tokens = self._spec.lengths.token_ids
+            return Completion(tokens, False, [-float(self.weight)] * len(tokens), [])
         _, *earlier = prompt
         first = earlier[0] if earlier else first_token(arguments["seed"])
         missing = self._spec.lengths.of(first) - len(earlier)
@@ -103,7 +113,7 @@ class SleepingPool(EnginePool):
 
 
 @contextmanager
-def sleeping_pool(engines: int, speed: EngineSpeed, lengths: Lengths) -> Iterator[Any]:
+def sleeping_pool(engines: int, speed: EngineSpeed, lengths: Lengths | TurnLengths) -> Iterator[Any]:
     """Keep a pool of engines that sleep running in Ray's cluster; yields its handle."""
     settings = ["engine.placement=dedicated", f"engine.replicas={engines}", "cluster.cpus_per_worker=1"]
     spec = SleepingSpec(
