@@ -134,6 +134,9 @@ AHEAD = TestFiles(
     integration=("learner/rollouts/test_bounded_staleness.py",),
     fault_injection=("test_bounded_staleness.py",),
 )
+GAMES_AHEAD = TestFiles(
+    unit=("learner/rollouts/test_conversation_rounds.py",), integration=("driver/test_tool_run.py",)
+)
 REPORT = TestFiles(
     unit=("pages/report/test_health.py", "pages/report/test_rows.py", "pages/report/test_page.py"),
     integration=("pages/report/test_page.py",),
@@ -278,6 +281,9 @@ TESTS: dict[str, TestFiles] = {
         integration=("evaluation/test_baseline.py", *RUNS), fault_injection=("test_resume.py", "test_survival.py")
     ),
     "learner/rollouts/bounded_staleness.py": AHEAD,
+    "learner/rollouts/segment_rounds.py": AHEAD,
+    "learner/rollouts/conversation_rounds.py": GAMES_AHEAD,
+    "tools/open_conversation.py": GAMES_AHEAD,
     "learner/rollouts/staleness_schedule.py": TestFiles(
         unit=("learner/rollouts/test_staleness_schedule.py",), integration=AHEAD.integration
     ),
@@ -641,6 +647,38 @@ FAULTS = (
         unit=AHEAD.unit,
         integration=AHEAD.integration,
         fault_injection=AHEAD.fault_injection,
+    ),
+    Fault(
+        "earlier-requests-not-repeated",
+        "tools/open_conversation.py",
+        "        for request in self.requests:\n            request.send(self.episode)\n",
+        "        self.requests = []\n",
+    ),
+    Fault(
+        "game-goes-on-in-another-state",
+        "tools/open_conversation.py",
+        "if request.digest() != request.answer:",
+        "if request.digest() == '':",
+    ),
+    Fault(
+        "tokens-before-a-new-beginning-kept",
+        "learner/rollouts/conversation_rounds.py",
+        "            if conversation.has_begun_anew:\n",
+        "            if conversation.has_begun_anew and False:\n",
+    ),
+    Fault(
+        "all-turns-in-the-first-round",
+        "learner/rollouts/staleness_schedule.py",
+        "return turns - (turns - max_turns) // rounds",
+        "return max_turns",
+        unit=(*GAMES_AHEAD.unit, "learner/rollouts/test_staleness_schedule.py"),
+        integration=GAMES_AHEAD.integration,
+    ),
+    Fault(
+        "turns-without-proof",
+        "learner/rollouts/conversation_rounds.py",
+        "for context, turn in turns.sampled",
+        "for context, turn in turns.sampled[:0]",
     ),
     Fault(
         "open-rollouts-of-other-settings-kept",

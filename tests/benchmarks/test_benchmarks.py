@@ -249,6 +249,16 @@ def test_bench_staleness_compares_with_the_simulation(run_here: Callable[..., st
     assert [float(row[2]) for row in rows] == pytest.approx([seconds[0] / each for each in seconds], rel=0.05)
 
 
+def test_bench_slow_tools_compares_with_the_simulation(run_here: Callable[..., str]) -> None:
+    text = run_here("bench_slow_tools.py", "--steps", 1, "--tool-seconds", 0.1)
+    rows = [*cells(text, "colocated"), *cells(text, "dedicated")]
+    assert [row[0] for row in rows] == ["colocated", *(f"dedicated, k = {k}" for k in (0, 1, 2, 4))]
+    seconds, simulated = ([float(row[column]) for row in rows] for column in (1, 3))
+    # Engines, learner and tool sleep for at least as long as the simulated ones.
+    assert all(real > 0.99 * model > 0 for real, model in zip(seconds, simulated, strict=True))
+    assert simulated[2] > simulated[3] > simulated[4]  # fewer turns in a round
+
+
 def test_bench_step_compares_ours_with_stock_trl(run_here: Callable[..., str]) -> None:
     assert_compared(run_here, "ours", "trl")
 

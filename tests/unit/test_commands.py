@@ -39,6 +39,7 @@ RUN_BY: Mapping[str, str] = {
     "python tests/benchmarks/bench_savings.py": f"{BENCHMARKS}::test_bench_savings_measures_every_variant",
     "python tests/benchmarks/bench_scale.py": f"{BENCHMARKS}::test_bench_scale_measures_every_part",
     "python tests/benchmarks/bench_sharding.py": f"{BENCHMARKS}::test_bench_sharding_measures_every_way",
+    "python tests/benchmarks/bench_slow_tools.py": f"{BENCHMARKS}::test_bench_slow_tools_compares_with_the_simulation",
     "python tests/benchmarks/bench_staleness.py": f"{BENCHMARKS}::test_bench_staleness_compares_with_the_simulation",
     "python tests/benchmarks/bench_startup.py": f"{BENCHMARKS}::test_bench_startup_splits_the_time_to_the_first_step",
     "python tests/benchmarks/bench_step.py": f"{BENCHMARKS}::test_bench_step_compares_ours_with_stock_trl",

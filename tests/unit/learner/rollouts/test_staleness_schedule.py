@@ -109,3 +109,16 @@ def test_schedule_resumed_without_open_completions_begins_anew(staleness: int) -
     resumed = run(staleness, [12] * 9, longest=12, first=4)
     assert resumed.runs[4] == [(4, 12)] and resumed.runs[5] == [(4, 12)]
     assert resumed.ages(8) == list(range(min(staleness, 4), 0, -1))
+
+
+@pytest.mark.parametrize("staleness", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("most", [1, 5, 8])
+def test_turns_are_divided_among_the_rounds_that_are_left(staleness: int, most: int) -> None:
+    schedule = StalenessSchedule(staleness, longest=1, max_steps=100)
+    turns, parts = 0, []
+    for version in range(10 - staleness, 10):
+        limit = schedule.turn_limit(10, version, turns, most)
+        parts.append(limit - turns)
+        turns = limit
+    assert turns == most and max(parts) - min(parts) <= 1 and parts == sorted(parts, reverse=True)
+    assert schedule.turn_limit(10, 10, 1, most) == most  # the step waits for it
