@@ -232,7 +232,7 @@ class DedicatedEngine(LearnerEnd):
 
     @contextmanager
     def _session(self) -> Iterator[RunRound]:
-        """Yield a function that runs rounds which may reuse each other's keys and values."""
+        """Yield a function that runs rounds, which on GPUs may reuse each other's keys and values."""
         self._sessions += 1
         session = self._sessions
 
@@ -250,7 +250,10 @@ class DedicatedEngine(LearnerEnd):
         self._rounds += 1
         number, rank = self._rounds, self.accelerator.process_index
         requests = list(map(EngineRequest, prompts, sampling))
-        self._call("submit", number, session, rank, requests)
+        # The next turn's shard may go to another engine, which has to compute its prompts. Cached keys and values are
+        # rounded differently, so on the CPU, where runs are repeated bit for bit, every engine computes them.
+        owner = session if self.config.cluster.use_gpu else (session, number)
+        self._call("submit", number, owner, rank, requests)
         completions: dict[int, Completion] = {}
         while len(completions) < len(requests):
             for index, completion in self._call("results", number, rank):

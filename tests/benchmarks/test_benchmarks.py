@@ -156,6 +156,7 @@ def test_benchmark_help_names_its_arguments(script: str, usages: dict[str, str])
 # Runs on the tests' cluster
 
 
+@pytest.mark.slow
 def test_bench_curve_measures_both_systems(run_here: Callable[..., str]) -> None:
     text = run_here("bench_curve.py", "--seeds", 1, "--steps", 1, "--problems", 40, *SMALL_RUN, "--here")
     (before,) = numbers(r"before: ([\d.]+); 1 steps", text)
@@ -165,6 +166,7 @@ def test_bench_curve_measures_both_systems(run_here: Callable[..., str]) -> None
         assert abs(accuracy - before) < 0.3 and seconds > 0
 
 
+@pytest.mark.slow
 def test_bench_failure_measures_each_phase_of_a_restart(run_here: Callable[..., str], policy: Path) -> None:
     sizes = ["grpo.max_steps=3", "grpo.save_steps=1", *SMALL_RUN, "--at", 2]
     text = run_here("bench_failure.py", f"model.path={policy}", *sizes)
@@ -175,6 +177,7 @@ def test_bench_failure_measures_each_phase_of_a_restart(run_here: Callable[..., 
     assert numbers(r"checkpoints: (\d+), training waited [\d.]+ s of ([\d.]+) s", text)[0] == 3
 
 
+@pytest.mark.slow
 def test_bench_floor_measures_our_step_and_its_floor(run_here: Callable[..., str]) -> None:
     sizes = ["--tiny", "--warm", 1, "--steps", 1, 1, 1, "--workers", 1, "--threads", 1, "--micro", 1]
     text = run_here("bench_floor.py", *sizes)
@@ -191,6 +194,7 @@ def test_bench_health_names_the_warning_of_a_wrong_run(run_here: Callable[..., s
     assert re.fullmatch(r"`no_signal` at \d+", row[3])
 
 
+@pytest.mark.slow
 def test_bench_observers_compares_steps_with_and_without(policy: Path) -> None:
     # Steps that sleep, so that several are left to measure, however slowly the page starts.
     slow = [
@@ -205,6 +209,7 @@ def test_bench_observers_compares_steps_with_and_without(policy: Path) -> None:
     assert on[1] > off[1]  # the trackers' processes and the page
 
 
+@pytest.mark.slow
 def test_bench_overlap_measures_late_and_early_scoring(run_here: Callable[..., str]) -> None:
     text = run_here("bench_overlap.py", 7, "--pairs", 1, *SMALL_RUN)
     for variant in ("late", "early"):
@@ -221,6 +226,7 @@ def test_bench_placement_prints_both_tables() -> None:
     assert numbers(r"simulated in (\d+) s", seconds)
 
 
+@pytest.mark.slow
 def test_bench_scale_measures_every_part(run_here: Callable[..., str]) -> None:
     text = run_here("bench_scale.py", "--problems", 3_000, "--workers", 1, "--tiny")
     tables = text.split("\n\n")
@@ -290,6 +296,7 @@ def test_bench_workers_measures_the_rate_of_a_worker(run_here: Callable[..., str
 # Without a cluster, or with one of their own
 
 
+@pytest.mark.slow
 def test_bench_engine_measures_every_variant() -> None:
     sizes = ["--policies", "tiny", "--dtypes", "float32", "--threads", 1, "--requests", 8, "--rounds", 1]
     text = run("bench_engine.py", *sizes)
@@ -298,6 +305,7 @@ def test_bench_engine_measures_every_variant() -> None:
         assert all(numbers(rf"[:,] {variant} ([\d.]+) s \(([\d.]+)x\)", text))
 
 
+@pytest.mark.slow
 def test_bench_long_run_measures_memory_and_the_page() -> None:
     text = run("bench_long_run.py", "--steps", 2000, "--metrics", 5, "--rows", 2)
     rows = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
@@ -328,6 +336,7 @@ def test_bench_rewards_compares_the_pool_with_inline(tmp_path: Path) -> None:
         assert all(numbers(rf"pool of 1, strict={strict} +(\d+) /s +([\d.]+) x inline", text))
 
 
+@pytest.mark.slow
 def test_bench_sampling_measures_every_sampler() -> None:
     text = run("bench_sampling.py", "--vocab-sizes", 512, "--rows", 4, "--threads", 1, "--rounds", 3)
     assert "vocabulary of 512, 4 rows, 1 threads" in text
@@ -335,6 +344,7 @@ def test_bench_sampling_measures_every_sampler() -> None:
         assert all(numbers(rf"[:,] {sampler} ([\d.]+) ms \(wall ([\d.]+)\)", text))
 
 
+@pytest.mark.slow
 def test_bench_savings_measures_every_variant(run_forked: Callable[..., str]) -> None:
     text = run_forked("bench_savings.py", "--steps", 1, "--dead", 4, "--layers", 1, "--longest", 16, "--threads", 1)
     assert "50% of groups without signal" in text
@@ -342,6 +352,7 @@ def test_bench_savings_measures_every_variant(run_forked: Callable[..., str]) ->
         assert all(numbers(rf"[:,] {variant} ([\d.]+) s \(([\d.]+)x\)", text))
 
 
+@pytest.mark.slow
 def test_bench_sharding_measures_every_way(run_in_process: Callable[..., str]) -> None:
     text = run_in_process("bench_sharding.py", "--parameters-millions", 1, "--workers", 2)
     rows = cells(text, "2 ")
@@ -352,6 +363,7 @@ def test_bench_sharding_measures_every_way(run_in_process: Callable[..., str]) -
     assert len(cells(text, "72B")) == 3
 
 
+@pytest.mark.slow
 def test_bench_startup_splits_the_time_to_the_first_step(policy: Path) -> None:
     text = run("bench_startup.py", f"model.path={policy}", *SMALL_RUN)
     total, cpu = numbers(r"([\d.]+) +([\d.]+)  to the first step", text)

@@ -18,6 +18,15 @@ MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
 BENCHMARKS = "tests/benchmarks/test_benchmarks.py"
 COMMANDS = "tests/integration/test_commands.py"
 
+SLOW = {
+    f"python tests/benchmarks/bench_{name}.py"
+    for name in (
+        *("curve", "engine", "failure", "floor", "long_run", "observers", "overlap", "sampling", "savings", "scale"),
+        *("sharding", "startup"),
+    )
+}
+"""Commands whose test is slow: measurements by whole runs. The type checker reads them, and their help is a test."""
+
 RUN_BY: Mapping[str, str] = {
     "python jobs/train.py": f"{COMMANDS}::test_train_job_takes_its_steps",
     "python jobs/evaluate.py": f"{COMMANDS}::test_evaluate_job_measures_a_checkpoint",
@@ -190,7 +199,8 @@ def test_named_test_exists_and_runs_the_command(command: str) -> None:
     tests = {each.name: each for each in ast.parse(source).body if isinstance(each, ast.FunctionDef)}
     assert name in tests, f"{file} has no test {name}"
     marks = [ast.unparse(each) for each in tests[name].decorator_list]
-    assert not any("mark.slow" in each for each in marks) and "\npytestmark = pytest.mark.slow" not in source
+    is_slow = any("mark.slow" in each for each in marks) or "\npytestmark = pytest.mark.slow" in source
+    assert is_slow == (command in SLOW)
     # The script, the module or the subcommand; the module of a generator is imported, so that its name is in the file.
     word = re.split(r"[/ .]", command.removesuffix(".py"))[-1]
     assert word in (ast.unparse(tests[name]) if file in (BENCHMARKS, COMMANDS) else source)

@@ -463,9 +463,16 @@ class EnginePool:
                     if version.sums is not None and engine.proven != version.number:
                         return lambda: self._prove(engine, version)
                     if self._pending and engine.proven == version.number:
-                        shard = engine.shard = self._pending.popleft()
+                        shard = engine.shard = self._next_shard(engine)
                         return lambda: self._run(engine, shard)
                 await self._changed.wait()
+
+    def _next_shard(self, engine: Engine) -> Shard:
+        """Take a shard from the pending ones: that of the engine's number, whose turns it may hold, or the first."""
+        own = (each for each in self._pending if each.number == engine.number)
+        shard = next(own, self._pending[0])
+        self._pending.remove(shard)
+        return shard
 
     async def _load(self, engine: Engine, version: Version) -> None:
         if (announcement := version.announcement) is not None:

@@ -86,7 +86,8 @@ def test_sources_are_measured_apart_by_their_own_rewards(whole: FinishedRun) -> 
     assert [each["measured_on"]["score"] for each in baselines] == ["correctness", "reward"]
 
 
-@pytest.mark.parametrize("kind", ["kill-backward", pytest.param("kill-generation", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["kill-backward", "kill-generation"])
 def test_killed_run_ends_with_the_same_bits(
     kind: str, whole: FinishedRun, words: Path, small_run: Callable[..., Any]
 ) -> None:

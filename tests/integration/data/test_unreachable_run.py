@@ -60,6 +60,7 @@ def server() -> Iterator[OverloadedServer]:
         server.shutdown()
 
 
+@pytest.mark.slow
 def test_overloaded_server_of_the_data_ends_no_run(
     small_run: Callable[..., Any], server: OverloadedServer, capsys: pytest.CaptureFixture[str]
 ) -> None:

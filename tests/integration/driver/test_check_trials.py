@@ -45,6 +45,7 @@ def test_attack_is_paid_for_length(
     assert "one word, 300 times" in printed and report.completions[0].completion[:20] in printed
 
 
+@pytest.mark.slow
 def test_probes_of_a_mixture_are_scored_by_each_source_with_its_own_rewards(
     config_of: Callable[..., Config], tmp_path: Path
 ) -> None:

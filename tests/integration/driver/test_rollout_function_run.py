@@ -51,7 +51,7 @@ def ledgers_of(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*ledger*") if path.is_file()}
 
 
-@pytest.mark.main_path
+@pytest.mark.slow
 def test_function_of_one_turn_trains_what_a_run_without_function_does(
     small_run: Callable[..., Any], reference_run: FinishedRun
 ) -> None:
