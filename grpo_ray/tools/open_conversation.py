@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, get_args
 
 from grpo_ray.tools.conversation import CallRecord, Conversation, Ended, Episode, Pool, Start
 from grpo_ray.tools.definitions import ToolSet
@@ -216,6 +216,13 @@ class OpenConversation:
             self.reward, self.unrewarded = state["reward"], bool(state["unrewarded"])
         except (KeyError, TypeError) as error:
             raise ValueError(f"the state of a conversation lacks a part: {error}") from error
+        if self.ended is not None and self.ended not in get_args(Ended):
+            raise ValueError(f"a conversation cannot have ended with {self.ended!r}")
+        # Any other name could be that of any attribute of the environment.
+        if unknown := [
+            each.name for each in self.requests if each.kind == "call" and each.name not in self.tools.names
+        ]:
+            raise ValueError(f"an earlier turn has called {unknown[0]!r}, which is no tool of the run")
         self.token_ids, self.own, self.logps = list(token_ids), list(own), list(logps)
         self.unprocessed = list(unprocessed)
         self.finished = self.ended is not None

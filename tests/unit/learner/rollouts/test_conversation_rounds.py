@@ -275,13 +275,22 @@ def test_games_of_another_limit_are_discarded(tmp_path: Path) -> None:
     assert resumed.sampler.saved.total == 0
 
 
-def test_damaged_game_of_a_checkpoint_raises_one_line(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("part", "value", "message"),
+    [
+        ("messages", None, "lacks a part"),
+        ("ended", "won", "cannot have ended with 'won'"),
+        ("requests", [["call", "__init__", {}, ""]], "called '__init__', which is no tool of the run"),
+        ("requests", [["eval", "", {}, ""]], "an episode has no request 'eval'"),
+    ],
+)
+def test_damaged_game_of_a_checkpoint_raises_one_line(tmp_path: Path, part: str, value: Any, message: str) -> None:
     run = Run(2)
     run.steps(2)
     rollouts = [rollout for batch in run.sampler.open.values() for rollout in batch.rollouts]
     unfinished = next(each for each in rollouts if not each.finished)
     assert unfinished.conversation is not None
-    del unfinished.conversation["messages"]
+    unfinished.conversation[part] = value
     save_open_rollouts(tmp_path, rollouts, run.sampler.settings)
-    with pytest.raises(CheckpointError, match=r"open_rollouts\.parquet: problem .* lacks a part: 'messages'"):
+    with pytest.raises(CheckpointError, match=rf"open_rollouts\.parquet: problem .*{message}"):
         resume(tmp_path, 2).steps(2)
