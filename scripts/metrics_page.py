@@ -24,7 +24,7 @@ environment's `step` have the name `step`. Each named held-out set adds the metr
 `source/<name>/problems_share`, its share of the completions, `source/<name>/epoch`, the epoch of its latest problem
 from 0, `source/<name>/reward_mean` and `source/<name>/<reward>_mean` of each reward that applies to it,
 `source/<name>/equal_share` of its groups, and `source/<name>/length_mean` in tokens; a step without its problems has
-none of them. With `rollout.max_staleness`, `rollout/staleness_<i>` is the share of the tokens trained on that were
+none of them. With `rollout.max_staleness`, `rollout/staleness_<i>` is the share of the completions' tokens that were
 sampled with weights i optimizer steps older.
 """
 

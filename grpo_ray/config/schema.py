@@ -569,7 +569,7 @@ class EngineConfig:
     own, `replicas` x `tensor_parallel_size` of them beside those of the workers (see dedicated-engines.md)."""
     replicas: PositiveInt | tuple[PositiveInt, PositiveInt] = 1
     """Number of dedicated engines. [least, most]: elastic; the run begins with the least, and engines join and leave as
-    nodes do. The completions do not depend on it."""
+    nodes do. The completions depend on the largest number, and not on how many engines run."""
     tensor_parallel_size: PositiveInt = 1
     """GPUs that each dedicated engine spans, on one node. Colocated engines: see `grpo.vllm_tensor_parallel_size`."""
     transport: Literal["object_store", "nccl"] | None = None

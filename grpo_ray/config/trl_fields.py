@@ -267,12 +267,12 @@ PASSED: dict[str, Passed] = {
     "vllm_importance_sampling_mode": Passed(
         values=_one_of("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
         test=OTHER_SETTINGS,
-        default='"sequence_mask"; with `rollout.max_staleness` above 0: "token_truncate"',
+        default='"sequence_mask"; with rollout.max_staleness above 0: "token_truncate"',
     ),
     "vllm_importance_sampling_clip_max": Passed(
         values=Positive | None,
         test=OTHER_SETTINGS,
-        default="3.0; with `rollout.max_staleness` above 0 and no mode set: 2.0",
+        default="3.0; with rollout.max_staleness above 0 and no mode set: 2.0",
     ),
     "vllm_importance_sampling_clip_min": Passed(values=NonNegative | None, test=OTHER_SETTINGS),
     # Reference policy

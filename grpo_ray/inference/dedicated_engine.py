@@ -69,7 +69,7 @@ class DedicatedEngine(LearnerEnd):
         """Number of proofs by checksums so far."""
         self._pool = pool
         self._rounds = 0
-        self._sessions = 0
+        self._owners = 0
         self._votes = 0
         self._precision: Mapping[str, torch.dtype] | None = None
         self._sent_frozen_weights = False
@@ -224,27 +224,27 @@ class DedicatedEngine(LearnerEnd):
         Every worker must call the function equally often, without prompts if it has none (`is_any_active`). It may be
         called in a thread.
         """
-        return self._session()
+        return self._turns()
 
     def heldout_rounds(self) -> AbstractContextManager[RunRound]:
         """Return the same context for held-out problems."""
-        return self._session()
+        return self._turns()
 
     @contextmanager
-    def _session(self) -> Iterator[RunRound]:
+    def _turns(self) -> Iterator[RunRound]:
         """Yield a function that runs rounds, which on GPUs may reuse each other's keys and values."""
-        self._sessions += 1
-        session = self._sessions
+        self._owners += 1
+        owner = self._owners
 
         def run_round(
             prompts: list[list[int]], sampling: list[dict[str, Any]], on_finished: OnFinished
         ) -> list[Completion]:
-            return self._run_round(session, prompts, sampling, on_finished)
+            return self._run_round(owner, prompts, sampling, on_finished)
 
         yield run_round
 
     def _run_round(
-        self, session: int, prompts: list[list[int]], sampling: list[dict[str, Any]], on_finished: OnFinished
+        self, owner: int, prompts: list[list[int]], sampling: list[dict[str, Any]], on_finished: OnFinished
     ) -> list[Completion]:
         require_space(prompts, self.max_model_len)
         self._rounds += 1
@@ -252,8 +252,8 @@ class DedicatedEngine(LearnerEnd):
         requests = list(map(EngineRequest, prompts, sampling))
         # The next turn's shard may go to another engine, which has to compute its prompts. Cached keys and values are
         # rounded differently, so on the CPU, where runs are repeated bit for bit, every engine computes them.
-        owner = session if self.config.cluster.use_gpu else (session, number)
-        self._call("submit", number, owner, rank, requests)
+        key = owner if self.config.cluster.use_gpu else (owner, number)
+        self._call("submit", number, key, rank, requests)
         completions: dict[int, Completion] = {}
         while len(completions) < len(requests):
             for index, completion in self._call("results", number, rank):

@@ -22,7 +22,7 @@ P = ParamSpec("P")
 PHASES = {
     "wait": "Seconds spent waiting for the step's problems.",
     "sync": "Seconds spent copying the learner's weights to the engine, if it needs them, and comparing checksums.",
-    "generate": "Seconds in which the engine generated.",
+    "generate": "Seconds in which the engine generated; with rollout.max_staleness, only while the learner waited.",
     "tools": "Seconds spent waiting for tools and environments, and reading their results into the conversations.",
     "wait_workers": "Seconds spent waiting for the other workers' engines to finish.",
     "score": "Seconds of scoring after the last completion was generated, on the slowest worker.",

@@ -219,9 +219,8 @@ class OpenConversation:
         if self.ended is not None and self.ended not in get_args(Ended):
             raise ValueError(f"a conversation cannot have ended with {self.ended!r}")
         # Any other name could be that of any attribute of the environment.
-        if unknown := [
-            each.name for each in self.requests if each.kind == "call" and each.name not in self.tools.names
-        ]:
+        called = [each.name for each in self.requests if each.kind == "call"]
+        if unknown := [name for name in called if name not in self.tools.names]:
             raise ValueError(f"an earlier turn has called {unknown[0]!r}, which is no tool of the run")
         self.token_ids, self.own, self.logps = list(token_ids), list(own), list(logps)
         self.unprocessed = list(unprocessed)

@@ -91,9 +91,9 @@ METRICS: dict[str, tuple[str, str]] = {
     **{
         name: (name, text)
         for name, text in {
-            "rollout/turns_mean": "Mean number of the policy's turns in a completion. The other metrics of `rollout/` "
-            "exist only with tools or an environment, or with `rollout.max_staleness`; those of turns, results, cuts "
-            "by length, losses and rewards also with `rollout.function`.",
+            "rollout/turns_mean": "Mean number of the policy's turns in a completion. The metrics of `rollout/` exist "
+            "only with tools or an environment, except those that name `rollout.max_staleness`; those of turns, "
+            "results, cuts by length, losses and rewards also with `rollout.function`.",
             "rollout/turns_max": "Largest number of turns.",
             "rollout/calls_mean": "Mean number of calls of tools, and of answers of an environment, in a completion.",
             "rollout/result_token_share": "Share of the completions' tokens that are results; they have no gradient.",

@@ -8,8 +8,8 @@ their schedule are those of a run. The engines sleep for each decode step, and t
 of its batch, so that the devices need no cores; lengths are log-normal. The colocated engines are in a pool too.
 
 Prints the median seconds of a step, of the same batches in each row, and the prediction of the simulation
-(`grpo_ray/driver/placement_model`) for the same durations and lengths. Completions have one turn: tools are refused
-with a staleness of 1 or more. Takes two to three minutes.
+(`grpo_ray/driver/placement_model`) for the same durations and lengths. Completions have one turn;
+`bench_slow_tools.py` measures steps with a tool. Takes two to three minutes.
 """
 
 import argparse

@@ -67,7 +67,7 @@ def test_stale_run_stopped_and_resumed_with_two_workers_samples_the_same(
         "rewards.settings={'reward_spies:wait': {seconds: 1}}", "grpo.learning_rate=1e-5",
     ]  # fmt: skip
     _, whole = small_run("whole", *settings)
-    overrides, folder, path = [*small_settings("stopped", tmp_path, policy), *settings], tmp_path / "stopped", ""
+    overrides, folder = [*small_settings("stopped", tmp_path, policy), *settings], tmp_path / "stopped"
     path = os.environ["PYTHONPATH"]
     run = start(overrides, PYTHONPATH=path)
     wait_for(lambda: (folder / "metrics.jsonl").exists() and len(rows_of(folder)) >= 3, "three steps", 600)

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 from failing_storage import wait_for
 from faulty_runs import SETTINGS, outcome, outcome_of, same, start
+from process_watch import descendants, is_running
 from several_nodes import several_nodes
 from small_runs import count_uses, events_of, groups_of, rows_of, small_settings
 
@@ -26,6 +28,16 @@ FAULTS = {
     "checkpoint": [Fault("kill-upload", 3, 0), Fault("kill-commit", 6, 0), Fault("kill-engine", 7, 0)],
 }
 """Phase -> faults of engines and workers in it. Checkpoints are at steps 3, 6, 9 and 10."""
+
+
+def wait_for_step(folder: Path, step: int) -> None:
+    """Wait until a run has taken a step."""
+
+    def is_taken() -> bool:
+        rows = rows_of(folder) if (folder / "metrics.jsonl").exists() else []
+        return bool(rows) and rows[-1]["step"] >= step
+
+    wait_for(is_taken, f"step {step}", LONG)
 
 
 def staleness(steps: int) -> list[str]:
@@ -71,9 +83,10 @@ def test_run_after_a_killed_driver_equals_undisturbed(policy: Path, tmp_path: Pa
 
     finish("whole")
     driver, folder = start(run("killed")), tmp_path / "killed"
-    wait_for(lambda: (folder / "metrics.jsonl").exists() and rows_of(folder)[-1]["step"] >= 4, "step 4", LONG)
+    wait_for_step(folder, 4)
     driver.kill()
     driver.communicate(timeout=LONG)
+    assert driver.returncode == -signal.SIGKILL  # it had not ended before
     finish("killed")
     assert len(events_of(folder, "launched")) == 2
     same(outcome_of(folder), outcome_of(tmp_path / "whole"))
@@ -116,7 +129,7 @@ def test_engines_of_a_lost_node_move_to_another(policy: Path, tmp_path: Path) ->
         run = start(overrides, RAY_ADDRESS=nodes.address)
         wait_for(lambda: engines_reserved(nodes.address) == 1, "the engine's place", LONG)
         nodes.add_node(4)
-        wait_for(lambda: (folder / "metrics.jsonl").exists() and rows_of(folder)[-1]["step"] >= 2, "step 2", LONG)
+        wait_for_step(folder, 2)
         nodes.kill_node(nodes.workers[0])
         output, _ = run.communicate(timeout=LONG)
     assert run.returncode == 0, output
@@ -132,7 +145,11 @@ def engines_reserved(address: str) -> int:
         "print(json.dumps(sum(each['state'] == 'CREATED' for each in table().values())))"
     )
     found = subprocess.run(
-        ["python", "-c", code], env=os.environ | {"RAY_ADDRESS": address}, capture_output=True, text=True, timeout=LONG
+        [sys.executable, "-c", code],
+        env=os.environ | {"RAY_ADDRESS": address},
+        capture_output=True,
+        text=True,
+        timeout=LONG,
     )
     return int(json.loads(found.stdout.strip().splitlines()[-1])) if found.returncode == 0 else 0
 
@@ -141,10 +158,13 @@ def engines_reserved(address: str) -> int:
 def test_stopped_run_saves_its_step_and_ends_the_engines(policy: Path, tmp_path: Path) -> None:
     overrides = [*small_settings("stopped", tmp_path, policy), *DEDICATED, "cluster.num_workers=1"]
     run, folder = start([*overrides, "grpo.max_steps=5000", "grpo.save_steps=5000"]), tmp_path / "stopped"
-    wait_for(lambda: (folder / "metrics.jsonl").exists() and rows_of(folder)[-1]["step"] >= 2, "step 2", LONG)
+    wait_for_step(folder, 2)
+    engines = [process for process, command in descendants(run.pid) if "EngineProcess" in command]
+    assert len(engines) == 2
     os.kill(run.pid, signal.SIGINT)
     output, _ = run.communicate(timeout=LONG)
     assert run.returncode == 128 + signal.SIGINT, output
+    wait_for(lambda: not any(map(is_running, engines)), "the end of the engines", LONG)
     step = rows_of(folder)[-1]["step"]
     again = start([*overrides, f"grpo.max_steps={step + 1}"])
     output, _ = again.communicate(timeout=LONG)

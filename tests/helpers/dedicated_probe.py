@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from failing_storage import wait_for
 from lone_process import lone_process_group
 
 from grpo_ray.errors import SyncError
@@ -129,8 +130,7 @@ def observe_engines(policy: str) -> dict[str, Any]:
     probe.engine.sync_weights()
     observed["one engine"] = probe.numbers(), probe.sample()
     probe.held.unlink()
-    while len(probe.numbers()) < 2:
-        time.sleep(0.1)
+    wait_for(lambda: len(probe.numbers()) == 2, "the second engine", 300)
     observed["two engines"] = probe.numbers(), probe.sample()
     ray.get(probe.pool.call.remote(1, "change_layer"))
     observed["changed layer"] = probe.refused()

@@ -331,7 +331,7 @@ class EnginePool:
             self._require_current(token)
             votes = self._votes.setdefault(number, {})
             votes[rank] = is_active
-            self._votes.pop(number - 1, None)  # whoever asks again has the last answer
+            self._votes.pop(number - 1, None)  # a worker that asks again has its last answer
             self._changed.notify_all()
         await self._wait_until(token, lambda: len(votes) == self._workers)
         return any(votes.values())
@@ -543,7 +543,7 @@ class EnginePool:
             self._engines.pop(engine.number, None)
             is_current = shard is None or shard.round.token == self._token
             if isinstance(cause, GrpoRayError):
-                # Wrong weights, a prompt that is too long, a node that does not fit: another engine would say the same.
+                # Wrong weights, a prompt that is too long, a node that does not fit: another engine would fail in the same way.
                 self._error = cause if is_current else self._error
             elif engine.facts is None:
                 if failed_starts >= MAX_FAILED_STARTS and not self._started():

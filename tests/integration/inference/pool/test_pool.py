@@ -109,6 +109,7 @@ def test_pool_uses_no_weights_before_they_are_proven(two_engines: Any) -> None:
     client.load(2)
     number = client.submit([[1], [2]])
     assert client.call("results", number, 0) == []  # after POLL_SECONDS
+    assert not any(engine["busy"] for engine in engines(two_engines))
     client.prove(2)
     assert client.collect(number, 0, 2) == [[0, 2, 1], [1, 2, 1]]
 

@@ -71,13 +71,13 @@ def test_dedicated_step_counts_tokens_computed_again() -> None:
 def test_open_batch_is_complete_after_k_rounds(staleness: int) -> None:
     work = work_of()
     batch = OpenBatch(next(work.batches()))
-    tokens = {(g, c): 0 for g, group in enumerate(batch.lengths) for c in range(len(group))}
     for _ in range(staleness):
         assert not batch.is_complete
         for _, request in batch.next_round(work, staleness, shards=3):
             assert 0 < request.tokens <= -(-1000 // staleness)
     assert batch.is_complete and batch.next_round(work, staleness, shards=3) == []
-    assert sum(map(sum, batch.done)) == sum(map(sum, batch.lengths)) and len(tokens) == 64
+    assert sum(map(sum, batch.done)) == sum(map(sum, batch.lengths))
+    assert sum(map(len, batch.lengths)) == 64
 
 
 def test_open_batch_groups_stay_on_their_shard() -> None:
@@ -94,7 +94,6 @@ def test_dedicated_step_is_within_its_bounds(staleness: int, gpus: int) -> None:
     half = gpus // 2
     step = dedicated_step(work, half, half, staleness)
     segment = -(-1000 // staleness) * PLAIN.step_seconds
-    # A batch of 64 completions has one of the longest, or nearly so.
     assert step.engine_seconds <= segment + 1e-9
     assert step.seconds >= max(step.engine_seconds, step.learner_seconds) + 0.5 - 1e-9
     assert dedicated_step(work, half, half, staleness=0).seconds >= step.seconds
@@ -125,7 +124,7 @@ def test_clocked_run_trains_on_every_group_once() -> None:
     assert run.version_times == sorted(run.version_times) and len(run.version_times) == 6
     assert run.trained == 6 * 16
     assert run.begun <= 16 * (6 + 1 + 1.5)
-    # All tokens of trained groups have been generated, and at most those of the groups that were begun.
+    # At most the tokens of the groups that were begun.
     batches = work.batches()
     groups = [group for _ in range(10) for group in next(batches)]
     generated = sum(engine.generated for engine in run.engines)
@@ -175,7 +174,8 @@ def test_same_seed_draws_the_same_batches() -> None:
 
 
 def test_round_of_one_shard_is_one_engine_call() -> None:
-    work = work_of(engine=replace(PLAIN, sequence_seconds=0.001))
+    work = work_of(draw=FIXED, engine=replace(PLAIN, sequence_seconds=0.001))
     batch = OpenBatch(next(work.batches()))
     rows: list[Request] = [request for _, request in batch.next_round(work, 1, shards=1)]
-    assert dedicated_step(work, 1, 1, staleness=1, steps=1).engine_seconds <= Engine(work.engine).run(rows) * 2
+    seconds = dedicated_step(work, 1, 1, staleness=1, steps=1).engine_seconds
+    assert seconds == pytest.approx(Engine(work.engine).run(rows))

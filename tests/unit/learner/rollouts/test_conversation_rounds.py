@@ -103,17 +103,19 @@ class Run:
     staleness: int = 2
     first_problem: int = 0
     version: int = 0
+    limit: int = LIMIT
     secret: int = 0
     """Added to the secret number of each game."""
     graded: list[tuple[str, int]] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
+    lines: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         config = load_config(
             None,
             [
                 f"rollout.max_staleness={self.staleness}", f"rollout.environment='{GAME}'",
-                f"rollout.settings={{'{GAME}': {{limit: {LIMIT}}}}}", f"rollout.max_turns={TURNS}",
+                f"rollout.settings={{'{GAME}': {{limit: {self.limit}}}}}", f"rollout.max_turns={TURNS}",
                 "rewards.functions=[environment]", "grpo.max_completion_length=400",
             ],
         )  # fmt: skip
@@ -140,7 +142,7 @@ class Run:
         self.sampler = BoundedStalenessSampler(
             schedule, WeightSync(engine, lambda: self.version), ConversationRounds(turns, source, schedule),
             SyncProbe(engine, Padding(0, None, 1.0), workers), repeats=1, workers=workers, profiler=profiler,
-            append_metrics=self.metrics.update, notify=lambda line: None,
+            append_metrics=self.metrics.update, notify=self.lines.append,
         )  # fmt: skip
         prompt = [{"role": "user", "content": "Play."}]
         stream = [Problem(id=f"{n:016x}", prompt=prompt, solution="") for n in range(self.first_problem, 40)]
@@ -149,7 +151,7 @@ class Run:
 
     def _play(self, episode: int, operation: str, payload: Any) -> CallResult | str:
         if operation == "reset":
-            game = self.games[episode] = Guess(LIMIT)
+            game = self.games[episode] = Guess(self.limit)
             return game.reset(seed=self.pool.episodes[episode].opened["seed"] + self.secret)
         game = self.games[episode]
         if operation == "reward":
@@ -269,10 +271,10 @@ def test_games_of_another_limit_are_discarded(tmp_path: Path) -> None:
     run = Run(2)
     run.steps(2)
     run.sampler.save(tmp_path)
-    resumed = Run(2, first_problem=4, version=2)
-    resumed.sampler.settings = {**resumed.sampler.settings, "tools and environments": "another"}
-    resumed.sampler.load(tmp_path)
+    resumed = resume(tmp_path, 2, limit=LIMIT - 1)
     assert resumed.sampler.saved.total == 0
+    [line] = resumed.lines
+    assert "sampled with another tools and environments; they are discarded" in line
 
 
 @pytest.mark.parametrize(
