@@ -543,7 +543,7 @@ class EnginePool:
             self._engines.pop(engine.number, None)
             is_current = shard is None or shard.round.token == self._token
             if isinstance(cause, GrpoRayError):
-                # Wrong weights, a prompt that is too long, a node that does not fit: another engine would fail in the same way.
+                # Wrong weights, a prompt that is too long, a node that does not fit: another engine would fail too.
                 self._error = cause if is_current else self._error
             elif engine.facts is None:
                 if failed_starts >= MAX_FAILED_STARTS and not self._started():
