@@ -24,7 +24,7 @@ LONG = 600.0
 DEDICATED = [*SETTINGS, "engine.placement=dedicated", "engine.replicas=2", "cluster.cpus_per_worker=1"]
 FAULTS = {
     "generation": [Fault("kill-engine", 2, 0), Fault("kill-generation", 4, 1), Fault("hang-engine", 8, 1)],
-    "learning": [Fault("kill-backward", 2, 1), Fault("exception", 5, 0), Fault("kill-engine", 9, 1)],
+    "learning": [Fault("kill-backward", 2, 1), Fault("exception", 5, 0), Fault("kill-engine", 7, 1)],
     "checkpoint": [Fault("kill-upload", 3, 0), Fault("kill-commit", 6, 0), Fault("kill-engine", 7, 0)],
 }
 """Phase -> faults of engines and workers in it. Checkpoints are at steps 3, 6, 9 and 10."""
