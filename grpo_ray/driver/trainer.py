@@ -174,7 +174,7 @@ class TrainerPlan:
         return PreemptibleTrainer(
             train_worker,
             worker_counts=config.sizes.worker_counts,
-            # For the background engine and the reward models. Without GPUs none is needed: Ray Data leaves it cores.
+            # For dedicated engines, the background engine and the reward models.
             spare_workers=spare_workers(config),
             install_signal_handlers=install_signal_handlers,
             train_loop_config=self.train_loop_config,

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
 WAIT_SECONDS = 1.0
 """Time between two signs of progress while a call of the pool is waited for."""
+WAITS_FOR_WORKERS = ("results", "is_any_active")
+"""Calls of the pool that may wait for other workers, and not for engines."""
 
 
 class DedicatedEngine(LearnerEnd):
@@ -94,13 +96,13 @@ class DedicatedEngine(LearnerEnd):
     def _call(self, method: str, *arguments: Any) -> Any:
         """Call a method of the pool for this attempt; return its result, or raise its error without Ray's wrapper.
 
-        The wait counts as progress for the worker's hang watchdog: each engine has a watchdog of its own, and the pool
-        replaces an engine that hangs.
+        The wait for engines counts as progress for the worker's hang watchdog: each engine has a watchdog of its own,
+        and the pool replaces an engine that hangs. The wait for other workers does not.
         """
         reference = getattr(self._pool, method).remote(self._token, *arguments)
         while not ray.wait([reference], timeout=WAIT_SECONDS)[0]:
-            self.profiler.note_progress()
-        self.profiler.note_progress()
+            if method not in WAITS_FOR_WORKERS:
+                self.profiler.note_progress()
         try:
             return ray.get(reference)
         except ray.exceptions.RayTaskError as error:
@@ -156,7 +158,8 @@ class DedicatedEngine(LearnerEnd):
         if is_rank_zero():
             for chunk in chunks(weights):
                 stored.append(ray.put(chunk))
-                self._sent += [Announced(each.name, dtype_name(each.dtype), each.shape) for each in chunk]
+                if self.config.engine.transport == "nccl":
+                    self._sent += [Announced(each.name, dtype_name(each.dtype), each.shape) for each in chunk]
         elif self.config.cluster.shard_learner:  # its weights are gathered on all workers
             for _ in weights:
                 pass
@@ -180,14 +183,22 @@ class DedicatedEngine(LearnerEnd):
         address = ray.util.get_node_ip_address(), self._store.port
         announcement = Announcement(address, members, size, tuple(self._sent))
 
+        failed: list[Exception] = []
+
         def send() -> None:
-            if self._channel is None:
-                self._channel = Channel(self._store, 0, size, self.accelerator.device)
-            self._channel.send(weights)
+            try:
+                if self._channel is None:
+                    self._channel = Channel(self._store, 0, size, self.accelerator.device)
+                self._channel.send(weights)
+            except Exception as error:  # of torch or NCCL; the engines only report that nothing has arrived
+                failed.append(error)
 
         # In a thread: a broadcast to an engine that is lost does not return, but the call below does.
         threading.Thread(target=send, name="sending weights", daemon=True).start()
-        self._call("receive", announcement)
+        try:
+            self._call("receive", announcement)
+        except ConnectionError as error:
+            raise error from (failed[0] if failed else None)
 
     @in_phase("sync")
     def prove_weights(self) -> None:
@@ -256,7 +267,10 @@ class DedicatedEngine(LearnerEnd):
         self._call("submit", number, key, rank, requests)
         completions: dict[int, Completion] = {}
         while len(completions) < len(requests):
-            for index, completion in self._call("results", number, rank):
+            finished, is_generating = self._call("results", number, rank)
+            if is_generating:
+                self.profiler.note_progress()
+            for index, completion in finished:
                 completions[index] = completion
                 on_finished(index, completion.token_ids)
         self._call("end_round", number, rank)

@@ -617,7 +617,8 @@ class Learner(GRPOTrainer):
             assert self.rollout is not None
             if (tokens := self.sync_checker.take_observed(is_on_policy=self.rollout.is_on_policy)) is not None:
                 self.append_metrics(sampling_metrics(tokens, self.workers))
-                self._append_turn_gaps(tokens)
+                if self.rollout.is_on_policy:  # otherwise they also show how far the policy has moved
+                    self._append_turn_gaps(tokens)
             self.collector.sampler.finish_ahead()
             self.hooks.record_tokens(self.sample_reader.collect())
         self.hooks.observe_loss(loss)

@@ -90,8 +90,8 @@ class DivisibleScalingPolicy(ElasticPolicy):
         Args:
             scaling_config: Ray Train's config, with the smallest and largest number of workers.
             worker_counts: allowed numbers of workers: those that divide the step.
-            spare_workers: number of workers whose resources are left free, for an engine that measures beside
-                training, and for reward models.
+            spare_workers: number of workers whose resources are left free, for dedicated engines, an
+                engine that measures beside training, and reward models.
         """
         super().__init__(scaling_config)
         self.worker_counts = sorted(worker_counts)

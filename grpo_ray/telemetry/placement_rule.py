@@ -5,13 +5,13 @@ It needs nothing but metrics. `grpo-ray check` simulates instead (`driver/placem
 
 from dataclasses import dataclass
 
+from grpo_ray.config.checks import MIN_SEGMENT
+
 GENERATING_SHARE = 0.5
 """Share of a step's time spent on generating from which dedicated engines may gain enough."""
 TAIL = 3.0
 """Longest completion, as a multiple of the mean, from which short segments gain most: most engines wait for few
 completions."""
-LEAST_SEGMENT = 256
-"""Least tokens of a completion per weight version."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,7 @@ def recommended_staleness(facts: GenerationFacts) -> int | None:
     if facts.gpus < 2 or not facts.generating_share > GENERATING_SHARE:
         return None
     wanted = 4 if facts.longest > TAIL * facts.mean_length else 2
-    return next((k for k in (wanted, wanted // 2) if facts.max_completion_length / k >= LEAST_SEGMENT), 1)
+    return next((k for k in (wanted, wanted // 2) if facts.max_completion_length / k >= MIN_SEGMENT), 1)
 
 
 def placement_advice(facts: GenerationFacts) -> str | None:

@@ -8,7 +8,7 @@ policy has seen, and the conversation begins anew.
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field
 from typing import Any, get_args
@@ -29,6 +29,8 @@ class EpisodeRequest:
     """Tool that is called."""
     argument: Any = None
     """Arguments of the call, or message of the step."""
+    turn: int = 0
+    """Number of turns before it; requests of the same turn are sent together."""
     answer: str | None = None
     """Digest of the answer, as a checkpoint holds it; None for a request of this process."""
     future: "Future[CallResult] | None" = None
@@ -51,14 +53,17 @@ class EpisodeRequest:
         return hashlib.blake2b(shown, digest_size=8).hexdigest()
 
     def to_json(self) -> list[Any]:
-        return [self.kind, self.name, self.argument, self.digest()]
+        return [self.kind, self.name, self.argument, self.turn, self.digest()]
 
     @staticmethod
     def from_json(value: Sequence[Any]) -> "EpisodeRequest":
-        kind, name, argument, answer = value
+        kind, name, argument, turn, answer = value
         if kind not in ("reset", "call", "step"):
             raise ValueError(f"an episode has no request {kind!r}")
-        return EpisodeRequest(str(kind), str(name), argument, str(answer))
+        kinds: dict[str, type] = {"reset": type(None), "call": dict, "step": str}
+        if not isinstance(argument, kinds[kind]):
+            raise ValueError(f"a {kind} has the argument {argument!r}")
+        return EpisodeRequest(kind, str(name), argument, int(turn), str(answer))
 
 
 @dataclass(eq=False)
@@ -125,24 +130,37 @@ class OpenConversation:
         if episode is not None:
             episode.close()
 
-    def send(self, request: EpisodeRequest) -> "Future[CallResult]":
+    def send(self, kind: str, name: str = "", argument: Any = None) -> "Future[CallResult]":
         """Send a request to the episode, and keep it."""
         assert self.episode is not None
+        request = EpisodeRequest(kind, name, argument, self.turns)
         self.requests.append(request)
         return request.send(self.episode)
 
-    def repeat_requests(self) -> None:
-        """Send the requests of a conversation from a checkpoint to its new episode."""
+    def repeat_requests(self, turn: int) -> None:
+        """Send the requests of a turn again, to the new episode of a conversation from a checkpoint."""
         assert self.episode is not None
-        for request in self.requests:
+        for request in self._requests_of(turn):
             request.send(self.episode)
 
-    def find_difference(self) -> str | None:
-        """Wait for the answers to repeated requests, and describe the first one that differs; None without one."""
-        for request in self.requests:
+    def find_difference(self, turn: int, on_result: Callable[[], None]) -> str | None:
+        """Wait for the answers to the repeated requests of a turn.
+
+        Args:
+            on_result: called after each answer.
+
+        Returns:
+            The name of the first request with another answer than before; None without one.
+        """
+        different = None
+        for request in self._requests_of(turn):
             if request.digest() != request.answer:
-                return request.name or request.kind
-        return None
+                different = different or request.name or request.kind
+            on_result()
+        return different
+
+    def _requests_of(self, turn: int) -> list[EpisodeRequest]:
+        return [request for request in self.requests if request.turn == turn]
 
     def begin_anew(self, pool: Pool) -> None:
         """Delete all turns, and open another episode."""
@@ -216,6 +234,8 @@ class OpenConversation:
             self.reward, self.unrewarded = state["reward"], bool(state["unrewarded"])
         except (KeyError, TypeError) as error:
             raise ValueError(f"the state of a conversation lacks a part: {error}") from error
+        if self.reward is not None and not isinstance(self.reward, int | float):
+            raise ValueError(f"the reward of a conversation is {self.reward!r}")
         if self.ended is not None and self.ended not in get_args(Ended):
             raise ValueError(f"a conversation cannot have ended with {self.ended!r}")
         # Any other name could be that of any attribute of the environment.

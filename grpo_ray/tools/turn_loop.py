@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from grpo_ray.config.schema import RolloutConfig
 from grpo_ray.tools.conversation import OK, RETURNED, UNREACHABLE, CallRecord, Conversation, Ended, Pool
 from grpo_ray.tools.definitions import RolloutDefinition
-from grpo_ray.tools.open_conversation import EpisodeRequest, OpenConversation
+from grpo_ray.tools.open_conversation import OpenConversation
 from grpo_ray.tools.sandbox.protocol import CallResult
 from grpo_ray.tools.template import Message, ToolCall, ToolTemplate
 
@@ -137,22 +137,26 @@ class TurnLoop:
         continued = [each for each in conversations if each.turns]
         for each in conversations:
             each.open(self.pool)
-            each.repeat_requests()
         fresh = [each for each in conversations if not each.turns]
-        for each in continued:
-            if (name := each.find_difference()) is not None:
-                logger.warning(
-                    "a completion from the checkpoint begins anew: %s answered a repeated request differently", name
-                )
-                each.begin_anew(self.pool)
-                fresh.append(each)
-            self.on_result()
+        # One turn after the other, as at the first time: requests that wait behind one that ends the process are
+        # skipped.
+        for turn in range(max((each.turns for each in continued), default=-1) + 1):
+            for each in continued:
+                each.repeat_requests(turn)
+            for each in list(continued):
+                if (name := each.find_difference(turn, self.on_result)) is not None:
+                    logger.warning(
+                        "a completion from the checkpoint begins anew: %s answered a repeated request differently", name
+                    )
+                    each.begin_anew(self.pool)
+                    continued.remove(each)
+                    fresh.append(each)
         self._reset(fresh)
 
     def _reset(self, conversations: Sequence[OpenConversation]) -> None:
         """Reset the environments, and render the prompts."""
         resets = [
-            each.send(EpisodeRequest("reset")) if each.start.environment in self.definition.environments else None
+            each.send("reset") if each.start.environment in self.definition.environments else None
             for each in conversations
         ]
         for each, reset in zip(conversations, resets, strict=True):
@@ -224,15 +228,14 @@ class TurnLoop:
             conversation.pending = [(call.name, self._start(conversation, call)) for call in made]
             conversation.pending += [(call.name, "skipped") for call in others]
         else:
-            step = EpisodeRequest("step", argument=turn.message["content"])
-            conversation.pending = [("step", conversation.send(step))]
+            conversation.pending = [("step", conversation.send("step", argument=turn.message["content"]))]
 
     def _start(self, conversation: OpenConversation, call: ToolCall) -> "Future[CallResult] | str":
         if call.name not in conversation.tools.names:
             return "unknown"
         if call.arguments is None:
             return "unparsed"
-        return conversation.send(EpisodeRequest("call", call.name, call.arguments))
+        return conversation.send("call", call.name, call.arguments)
 
     def _respond(self, conversation: OpenConversation) -> None:
         """Wait for the results of a turn, and append them, unless the completion ends."""

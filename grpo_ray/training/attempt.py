@@ -1,15 +1,9 @@
 """One worker's part of an attempt to train: its arguments, its folders, and the checks before it begins."""
 
-import fcntl
-import os
-import shutil
-import stat
-import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import ray.train
 
@@ -26,10 +20,8 @@ from grpo_ray.storage.process_output import redirect_output
 from grpo_ray.storage.records.heldout_files import drop_heldout_after
 from grpo_ray.storage.records.rollout_files import drop_rollouts_after
 from grpo_ray.storage.run_folder import RunFolder
+from grpo_ray.storage.scratch_folder import create_scratch_folder
 from grpo_ray.training.start_point import StartPoint
-
-LOCK = "lock"
-"""File in a worker's scratch folder that the worker's process keeps locked while it lives."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,35 +116,6 @@ def start_attempt(spec: WorkerSpec) -> Attempt:
     redirect_output(folder, f"worker-{rank}.log")
     keep_verdicts(folder, rank)
     return attempt
-
-
-def create_scratch_folder(run: str) -> str:
-    """Create a local folder for this attempt alone, so that no half-written file of an earlier attempt is found.
-
-    Scratch folders of workers that have ended on this node, of any run, are deleted: each may hold a checkpoint.
-    """
-    for lock_path in Path(tempfile.gettempdir()).glob(f"grpo_ray-*/{LOCK}"):
-        with suppress(OSError), _open_own(lock_path) as lock:  # locked by a living worker, or just deleted
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(lock_path.parent, ignore_errors=True)
-    scratch = Path(tempfile.mkdtemp(prefix=f"grpo_ray-{run}-"))
-    fcntl.flock(os.open(scratch / "new", os.O_CREAT | os.O_RDWR), fcntl.LOCK_EX)  # until this process ends
-    (scratch / "new").rename(scratch / LOCK)  # other workers see the file only once it is locked
-    return str(scratch)
-
-
-def _open_own(path: Path) -> IO[bytes]:
-    """Open a regular file of this user. Raises PermissionError for another kind or owner.
-
-    Any user can create files in the temporary folder: opening a FIFO would block for ever, and a link may lead
-    elsewhere.
-    """
-    file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb")
-    found = os.fstat(file.fileno())
-    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
-        file.close()
-        raise PermissionError(f"{path} is no regular file of this user")
-    return file
 
 
 def take_fence(folder: RunFolder) -> FencingToken:

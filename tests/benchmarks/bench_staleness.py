@@ -122,6 +122,7 @@ class Engines:
     def __init__(self, pool: Any, name: str, longest: int) -> None:
         self.client = Client(pool, name)
         self.training_sampling = {"max_tokens": longest}
+        self.max_model_len = 1 + longest
         self.version = self.proofs = self.round = 0
 
     def sync_weights(self) -> None:
@@ -140,7 +141,8 @@ class Engines:
         self.client.call("submit", number, number, rank, list(map(EngineRequest, prompts, sampling)))
         completions: dict[int, Completion] = {}
         while len(completions) < len(prompts):
-            for index, completion in self.client.call("results", number, rank):
+            finished, _ = self.client.call("results", number, rank)
+            for index, completion in finished:
                 completions[index] = completion
                 on_finished(index, completion.token_ids)
         self.client.call("end_round", number, rank)

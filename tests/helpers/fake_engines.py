@@ -99,7 +99,8 @@ class Client:
     def collect(self, number: int, rank: int, count: int) -> list[list[int]]:
         found: dict[int, list[int]] = {}
         while len(found) < count:
-            for index, completion in self.call("results", number, rank):
+            finished, _ = self.call("results", number, rank)
+            for index, completion in finished:
                 assert index not in found
                 found[index] = completion.token_ids
         self.call("end_round", number, rank)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from grpo_ray.config.checks import CHECKS
 from grpo_ray.driver.placement_model.engine import EngineSpeed
 from grpo_ray.driver.placement_model.hardware import H100, ModelSize, engine_speed, learner_token_seconds
 from grpo_ray.driver.placement_model.learner import LearnerSpeed
@@ -26,8 +27,6 @@ ASSUMED_PROMPT = 200
 """Tokens of a prompt, for the time of computing it."""
 TRANSFER_RATE = 5e9
 """Bytes per second at which dedicated engines receive weights, through the object store."""
-LEAST_SEGMENT = 256
-"""Least tokens of a completion per weight version; shorter segments mostly compute earlier tokens again."""
 WORTHWHILE = 1.1
 """Gain from which dedicated engines are recommended. A smaller one is within the errors of the simulation."""
 RECORDED_ROWS, RECORDED_STEPS = 50, 20
@@ -128,11 +127,23 @@ def _colocated_up_to(work: Workload, gpus: int, stalenesses: tuple[int, ...]) ->
 
 
 def possible_stalenesses(config: "Config") -> tuple[int, ...]:
-    """Return the values of `rollout.max_staleness` that a run's other settings allow and that may be worthwhile."""
-    grpo = config.grpo
-    if grpo.dynamic_sampling or config.steps_per_batch > 1 or config.rollout.has_conversations:
+    """Return the values of `rollout.max_staleness` that a run's other settings allow with dedicated engines.
+
+    None for completions with tools: the simulation knows no tools.
+    """
+    if config.rollout.has_conversations:
         return ()
-    return (1, *(k for k in (2, 4) if grpo.max_completion_length / k >= LEAST_SEGMENT))
+    return tuple(k for k in (1, 2, 4) if allows_staleness(config, k))
+
+
+def allows_staleness(config: "Config", staleness: int) -> bool:
+    """Return True if the config would be valid with dedicated engines and a value of `rollout.max_staleness`."""
+    changed = replace(
+        config,
+        engine=replace(config.engine, placement="dedicated"),
+        rollout=replace(config.rollout, max_staleness=staleness),
+    )
+    return not any(check(changed) for check in CHECKS)
 
 
 def workload_of(config: "Config", shape: "ModelShape", recorded: RecordedSteps | None) -> Workload:

@@ -8,7 +8,6 @@ import contextlib
 import os
 import secrets
 import signal
-import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,6 +25,7 @@ from grpo_ray.resilience.watchdog import Watchdog
 from grpo_ray.storage.filesystem import fetch_folder
 from grpo_ray.storage.process_output import redirect_output
 from grpo_ray.storage.run_folder import RunFolder
+from grpo_ray.storage.scratch_folder import create_scratch_folder
 from grpo_ray.text.redaction import redact
 
 if TYPE_CHECKING:
@@ -106,16 +106,16 @@ class EngineProcess:
         redirect_output(self._folder, f"{self._name}.log")
         select_device(self._config.cluster.use_gpu)
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine runs in this process
-        self._scratch = tempfile.TemporaryDirectory(prefix=f"grpo_ray-{self._name}-")
+        scratch = create_scratch_folder(f"{self._config.run.name}-{self._name}")
         run = self._config.run
         self._watchdog = Watchdog(
-            Path(self._scratch.name, f"stacks-{self._name}.txt"),  # on this node, since the storage may hang
+            Path(scratch, f"stacks-{self._name}.txt"),  # on this node, since the storage may hang
             run.hang_factor,
             run.hang_seconds,
             self._report_hang,
             lambda: self._engine.profiler.progress,
         )
-        path = fetch_folder(self._spec.model_path, run.storage_retry_seconds, into=self._scratch.name)
+        path = fetch_folder(self._spec.model_path, run.storage_retry_seconds, into=scratch)
         self._engine = self._start_engine(path, store, lora_ranks)
         return EngineFacts(
             self._engine.description,

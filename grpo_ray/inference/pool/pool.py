@@ -44,6 +44,10 @@ MAX_FAILED_STARTS = 3
 """Starts of an engine that may fail one after the other before the run ends, if no other engine runs."""
 CONTROL = "control"
 """Ray's concurrency group of the calls that an engine's process answers while it generates."""
+START_SECONDS = 3600.0
+"""Time limit of an engine's start, in which a large policy may be fetched and compiled."""
+PLACE_SECONDS, PLACE_PAUSE_SECONDS = 5.0, 10.0
+"""Time for which the place of a further engine is asked for, and the pause before the next time."""
 RETRY_SECONDS = 2.0
 """Pause before an engine is started again, for each of its starts that have failed one after the other."""
 
@@ -190,13 +194,16 @@ class EnginePool:
             if not isinstance(self._error, EngineError):  # the others concern what the last attempt sent
                 self._error = None
             self._changed.notify_all()
+        version = self._version
         for engine in self._engines.values():
-            if engine.shard is not None:
+            if version is not None and version.announcement is not None and engine.loaded != version.number:
+                _end(engine)  # it may wait for weights that the earlier attempt does not send any more
+            elif engine.shard is not None:
                 for process in engine.processes:
                     process.abort.options(concurrency_group=CONTROL).remote(engine.shard.round.token)
         # Only now, when the workers have their resources, further engines may take what is free.
-        further = [self._keep(number, self._reserve_group()) for number in range(len(self._tasks), self._most)]
-        self._tasks += map(asyncio.create_task, further)
+        further = range(len(self._tasks), self._most)
+        self._tasks += [asyncio.create_task(self._keep_further(number)) for number in further]
         await self._wait_until(token, lambda: bool(self._started()))
         return [engine.facts for engine in self._started() if engine.facts is not None]
 
@@ -240,6 +247,9 @@ class EnginePool:
         """
         async with self._changed:
             self._require_current(token)
+            started = {engine.incarnation for engine in self._started()}
+            if not started.issuperset(announcement.members):
+                raise ConnectionError("an engine was lost before the weights were broadcast to it; they are sent again")
             version = self._version = Version(next(self._numbers), [], None, announcement)
             self._changed.notify_all()
 
@@ -294,10 +304,11 @@ class EnginePool:
                 self._pending.extend(divide(each, self._most))
                 self._changed.notify_all()
 
-    async def results(self, token: str, number: int, rank: int) -> list[tuple[int, Completion]]:
+    async def results(self, token: str, number: int, rank: int) -> tuple[list[tuple[int, Completion]], bool]:
         """Return the completions of a worker that have finished since the last call, each with its index.
 
-        Waits for at most `POLL_SECONDS` if there are none.
+        Waits for at most `POLL_SECONDS` if there are none. The second value is False while other workers have not
+        submitted their requests.
 
         Raises:
             GrpoRayError: the round has failed.
@@ -307,9 +318,9 @@ class EnginePool:
                 self._wait_until(token, lambda: bool(self._rounds[number].waiting[rank])), POLL_SECONDS
             )
         self._require_current(token)
-        waiting = self._rounds[number].waiting
-        finished, waiting[rank] = waiting[rank], []
-        return finished
+        each = self._rounds[number]
+        finished, each.waiting[rank] = each.waiting[rank], []
+        return finished, len(each.requests) == self._workers
 
     async def end_round(self, token: str, number: int, rank: int) -> None:
         """Forget a round, once every worker has its completions."""
@@ -392,6 +403,24 @@ class EnginePool:
         # The processes of an engine communicate for each token, so they share a node.
         return placement_group([bundle] * self._size, strategy="STRICT_PACK")
 
+    async def _keep_further(self, number: int) -> None:
+        """Keep an engine beyond the fewest running, once there is a place for it.
+
+        The place is asked for while a round is under way, for a short time. At that time the workers have their
+        resources. A place that is still asked for when workers are restarted would take theirs.
+        """
+        while True:
+            async with self._changed:
+                while not self._rounds:
+                    await self._changed.wait()
+            group = self._reserve_group()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(_ready(group), PLACE_SECONDS)
+                break
+            remove_placement_group(group)
+            await asyncio.sleep(PLACE_PAUSE_SECONDS)
+        await self._keep(number, group)
+
     async def _keep(self, number: int, group: PlacementGroup) -> None:
         """Keep one engine running: start it, let it work, and start another in its place when it is lost."""
         failed_starts = 0
@@ -427,7 +456,7 @@ class EnginePool:
             engine.processes.append(self._process(engine, rank))
         store: Address | None = await engine.processes[0].open_store.remote() if self._size > 1 else None
         started = [process.start.remote(store, self._lora_ranks) for process in engine.processes]
-        facts = (await asyncio.gather(*started))[0]
+        facts = (await asyncio.wait_for(asyncio.gather(*started), START_SECONDS))[0]
         async with self._changed:
             engine.facts = facts
             self._changed.notify_all()
@@ -582,6 +611,11 @@ def divide(of: Round, shards: int) -> list[Shard]:
                 group, last = group + 1, request.prompt
             rows[group % shards].append((rank, index))
     return [Shard(of, number, part) for number, part in enumerate(rows) if part]
+
+
+async def _ready(group: PlacementGroup) -> None:
+    """Wait until a placement group has its resources."""
+    await group.ready()
 
 
 async def _of_all(engine: Engine, method: str, *arguments: Any) -> list[Any]:

@@ -235,7 +235,7 @@ class BoundedStalenessSampler:
             with self.profiler.span("generate"):  # the part of the round that outlasts the learner's work
                 results = pending.result()
             self._times.waited += time.perf_counter() - waits_since
-            if self.workers.device.type == "cpu":
+            if self.workers.device.type == "cpu" and not self.rounds.config.engine.is_dedicated:
                 # vLLM's sampler on the CPU draws numbers from this generator that it does not use. The learner draws
                 # none meanwhile (`require_deterministic_model`), but gradient checkpointing may have reset the state.
                 torch.set_rng_state(self._random_state)
@@ -258,7 +258,8 @@ class BoundedStalenessSampler:
     def load(self, folder: Path) -> None:
         """Read the open rollouts of the checkpoint that the attempt starts from; before the first step."""
         rollouts, settings = load_open_rollouts(folder)
-        changed = [name for name, value in self.settings.items() if settings.get(name) != value]
+        names = dict.fromkeys([*self.settings, *settings])
+        changed = [name for name in names if settings.get(name) != self.settings.get(name)]
         if rollouts and changed:
             self._announce(
                 f"{len(rollouts)} completions of later steps in the checkpoint were sampled with another "

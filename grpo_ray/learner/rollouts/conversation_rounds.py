@@ -31,7 +31,7 @@ RULES = ("tools", "environment", "settings", "max_turns", "max_calls", "max_resu
 
 
 @dataclass(frozen=True)
-class Turns:
+class RoundTurns:
     """Turns of one conversation in a round."""
 
     conversation: OpenConversation
@@ -60,11 +60,19 @@ class ConversationRounds:
         return tokenize_prompts(self.source.template.tokenizer, [row["prompt"] for row in rows], kwargs)
 
     def limit(self, rollout: OpenRollout, batch: int, version: int) -> int:
-        turns = rollout.conversation["turns"] if rollout.conversation else 0
+        turns = self._turns_of(rollout)
         return self.schedule.turn_limit(batch, version, turns, self.config.rollout.max_turns)
 
-    def run(self, requests: Sequence[RoundRequest]) -> list[Turns]:
-        turns = [Turns(self._conversation(each.row, each.rollout)) for each in requests]
+    def _turns_of(self, rollout: OpenRollout) -> int:
+        """Return the number of turns that a completion has taken."""
+        known = self._open.get(rollout.key)
+        turns = known.turns if known is not None else (rollout.conversation or {}).get("turns", 0)
+        if not isinstance(turns, int):
+            raise CheckpointError(f"{FILE_NAME}: problem {rollout.key.problem}: turns is {turns!r}")
+        return turns
+
+    def run(self, requests: Sequence[RoundRequest]) -> list[RoundTurns]:
+        turns = [RoundTurns(self._conversation(each.row, each.rollout)) for each in requests]
         for place, each in enumerate(turns):
             each.conversation.row = place
         with self.turns.generating() as generate:
@@ -97,7 +105,7 @@ class ConversationRounds:
         self._open[rollout.key] = conversation
         return conversation
 
-    def add(self, requests: Sequence[RoundRequest], results: Sequence[Turns], version: int) -> list[Segment]:
+    def add(self, requests: Sequence[RoundRequest], results: Sequence[RoundTurns], version: int) -> list[Segment]:
         segments = []
         for request, turns in zip(requests, results, strict=True):
             rollout, conversation = request.rollout, turns.conversation

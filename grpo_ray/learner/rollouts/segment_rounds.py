@@ -51,8 +51,8 @@ class SegmentRounds:
         for request, completion in zip(requests, results, strict=True):
             rollout, length = request.rollout, len(completion.token_ids)
             context, age = _context(request), age_of(rollout, version)
-            # A completion without space in the engine's context is cut off before its limit.
-            is_cut_here = completion.truncated and length == request.limit
+            has_space = len(context) + length < self.turn.engine.max_model_len
+            is_cut_here = completion.truncated and length == request.limit and has_space
             rollout.finished = not is_cut_here or len(rollout.token_ids) + length >= self.schedule.longest
             if rollout.finished and length == request.limit:  # shorter ones are graded as soon as they end
                 self._grade(request, completion.token_ids)

@@ -198,9 +198,16 @@ def _check_heldout_accuracy(run: RunData) -> list[HealthFinding]:
     return findings
 
 
+CONVERSATIONS = ("tools", "environment", "function")
+"""Fields of `rollout` with which the advice on engines does not reckon."""
+
+
 def _check_placement(run: RunData) -> list[HealthFinding]:
     """Advise dedicated engines if colocated ones take most of the time."""
-    if run.section("engine").get("placement") == "dedicated" or run.section("rollout").get("max_staleness"):
+    rollout = run.section("rollout")
+    if run.section("engine").get("placement") == "dedicated" or rollout.get("max_staleness"):
+        return []
+    if run.section("grpo").get("dynamic_sampling") or any(rollout.get(name) for name in CONVERSATIONS):
         return []
     shares = {each.phase: each.share for each in phase_shares(run)}
     lengths = [

@@ -9,23 +9,30 @@ import hashlib
 import json
 import math
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grpo_ray.errors import CheckpointError
-from grpo_ray.storage.parquet import FOLDER_BYTES, read_columns, row_group_rows
+from grpo_ray.storage.parquet import read_columns, row_group_rows
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
 FILE_NAME = "open_rollouts.parquet"
 """File of a checkpoint."""
-ROW_GROUP = 256
-"""Rows of the file that are read together."""
+GROUP_TOKENS = 1 << 20
+"""Tokens of the rows that are read together, unless a single one has more."""
+TOTAL_BYTES = 1 << 36
+"""Largest size of the file's columns. It is the run's own file, which a resumed run has to read."""
 SETTINGS = b"grpo_ray.settings"
 """Key of the file's metadata with the settings that the completions depend on, as JSON."""
+
+
+TOKEN_COLUMNS = {"token_ids": "i", "logps": "f", "unprocessed_logps": "f", "own": "b"}
+"""Column with a value for each token -> type code of `array`."""
 
 
 @dataclass(frozen=True)
@@ -136,8 +143,10 @@ def save_open_rollouts(folder: Path, rollouts: Sequence[OpenRollout], settings: 
     }
     arrays = [pa.array(columns[column.name], type=column.type) for column in schema]
     metadata = {SETTINGS: json.dumps(settings, sort_keys=True).encode()}
-    table = pa.Table.from_arrays(arrays, schema=schema.with_metadata(metadata))
-    pq.write_table(table, folder / FILE_NAME, row_group_size=row_group_rows(len(rollouts), ROW_GROUP))
+    schema = schema.with_metadata(metadata)
+    table = pa.Table.from_arrays(arrays, schema=schema)
+    rows = max(1, GROUP_TOKENS // max(1, *(len(each.token_ids) for each in rollouts)))
+    pq.write_table(table, folder / FILE_NAME, row_group_size=row_group_rows(len(rollouts), rows))
 
 
 def load_open_rollouts(folder: Path) -> tuple[list[OpenRollout], dict[str, Any]]:
@@ -153,12 +162,26 @@ def load_open_rollouts(folder: Path) -> tuple[list[OpenRollout], dict[str, Any]]
         return [], {}
     try:
         with pa.memory_map(str(path)) as stream:
-            table = read_columns(stream, _schema(), {"own": [], "conversation": None}, limit=FOLDER_BYTES)
+            table = read_columns(stream, _schema(), {"own": [], "conversation": None}, limit=TOTAL_BYTES)
         settings = dict(json.loads(table.schema.metadata[SETTINGS]))
-        rollouts = [_rollout_of(row) for row in table.to_pylist()]
+        rollouts = [rollout for batch in table.to_batches() for rollout in _rollouts_of(batch)]
     except (pa.ArrowException, ValueError, TypeError, KeyError, OSError, OverflowError) as error:
         raise CheckpointError(f"{path}: cannot be read as open rollouts: {error}") from error
     return rollouts, settings
+
+
+def _rollouts_of(batch: "pa.RecordBatch") -> Iterator[OpenRollout]:
+    """Convert rows of the file; columns of tokens are copied as a whole, without an object for each token."""
+    others = batch.drop_columns(list(TOKEN_COLUMNS)).to_pylist()
+    columns = {name: _slices(batch.column(name), kind) for name, kind in TOKEN_COLUMNS.items()}
+    for place, row in enumerate(others):
+        yield _rollout_of(row | {name: slices[place] for name, slices in columns.items()})
+
+
+def _slices(column: "pa.ListArray", kind: str) -> "list[array[Any]]":
+    """Return the values of each list as an array of a type code."""
+    values, offsets = column.values.to_numpy(), column.offsets.to_pylist()
+    return [array(kind, values[first:end].tobytes()) for first, end in pairwise(offsets)]
 
 
 def _rollout_of(row: Mapping[str, Any]) -> OpenRollout:
@@ -175,10 +198,10 @@ def _rollout_of(row: Mapping[str, Any]) -> OpenRollout:
         key=RolloutKey(row["source"], row["problem"], row["epoch"], row["index"]),
         batch=row["batch"],
         prompt=row["prompt"],
-        token_ids=array("i", row["token_ids"]),
-        logps=array("f", row["logps"]),
-        unprocessed_logps=array("f", row["unprocessed_logps"]),
-        own=array("b", row["own"]),
+        token_ids=row["token_ids"],
+        logps=row["logps"],
+        unprocessed_logps=row["unprocessed_logps"],
+        own=row["own"],
         conversation=conversation,
         runs=runs,
         finished=row["finished"],

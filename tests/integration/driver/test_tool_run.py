@@ -240,7 +240,7 @@ def test_killed_game_run_with_older_weights_ends_with_the_same_weights(
 ) -> None:
     settings = [*GAME, "grpo.max_steps=7", f"rollout.max_staleness={staleness}", *ENGINES[placement]]
     whole = train("whole", tmp_path, game_policy, *settings)
-    faults = [Fault("kill-backward", step=3, rank=1), Fault("kill-generation", step=6, rank=0)]
+    faults = [Fault("kill-backward", step=3, rank=1), Fault("kill-generation", step=5, rank=0)]
     killed = train("killed", tmp_path, game_policy, *settings, faults=faults)
     assert all((killed.folder / "chaos" / fault.marker).exists() for fault in faults)
     assert groups_of(killed.folder) == groups_of(whole.folder)

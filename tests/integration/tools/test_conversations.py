@@ -1,5 +1,6 @@
 """Conversations with tools that go wrong in real processes: every other completion is the same, token for token."""
 
+import json
 import os
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,7 +13,8 @@ import tool_spies
 from tool_steps import TOOL_TOKENIZER, ToolEngine
 
 from grpo_ray.config.loader import load_config
-from grpo_ray.inference.conversation_sampler import ConversationSampler
+from grpo_ray.inference.conversation_sampler import ConversationSampler, ignore_ended
+from grpo_ray.inference.sampling import Completion
 from grpo_ray.tools.conversation import Conversation
 
 ROWS = [
@@ -75,3 +77,29 @@ def test_sampling_twice_is_the_same(samplers: dict[str, ConversationSampler]) ->
     engine = Engine(0, 0)
     first, second = ([plain(each) for each in engine.sample(samplers["sane"])] for _ in range(2))
     assert first == second
+
+
+def test_conversation_goes_on_after_a_restart_although_a_call_has_timed_out(
+    samplers: dict[str, ConversationSampler],
+) -> None:
+    """The process of a call that times out ends, and requests that wait behind it are skipped."""
+    sampler = samplers["wrong"]
+    before = sampler.begin(ROWS[0], {})
+    before.open(sampler.pool)
+    answers = []
+    for turn, a in enumerate((hang := tool_spies.MODULUS, hang - 1), start=1):
+        before.turns = turn
+        answers.append(before.send("call", "multiply", {"a": a, "b": 2}).result())
+    assert [each.status for each in answers] == ["timeout", "ok"]
+    restored = sampler.begin(ROWS[0], {})
+    restored.restore(json.loads(json.dumps(before.state())), [], [], [], [])
+    ids = TOOL_TOKENIZER("It is 16.<|end|>", add_special_tokens=False)["input_ids"]
+    loop = sampler.turn_loop(
+        lambda prompts, sampling, on_finished: [Completion(ids, False, [0.0] * len(ids), [])],
+        is_any_active=bool,
+        on_ended=ignore_ended,
+        on_result=lambda: None,
+    )
+    loop.take_turns([restored], [3])
+    before.close()
+    assert restored.turns == 3 and restored.ended == "stop" and not restored.has_begun_anew

@@ -11,6 +11,7 @@ import pytest
 import ray
 from failing_storage import wait_for
 from fake_engines import POISON, SLOW, Client, FakePool, Notes
+from ray.util import placement_group_table
 
 from grpo_ray.config.loader import load_config
 from grpo_ray.errors import EngineError, SupersededError, SyncError
@@ -108,7 +109,7 @@ def test_pool_uses_no_weights_before_they_are_proven(two_engines: Any) -> None:
     client.sync(1)
     client.load(2)
     number = client.submit([[1], [2]])
-    assert client.call("results", number, 0) == []  # after POLL_SECONDS
+    assert client.call("results", number, 0) == ([], True)  # after POLL_SECONDS
     assert not any(engine["busy"] for engine in engines(two_engines))
     client.prove(2)
     assert client.collect(number, 0, 2) == [[0, 2, 1], [1, 2, 1]]
@@ -203,17 +204,21 @@ def test_pool_goes_on_without_an_engine_that_cannot_be_started(notes: Any, tmp_p
     before = failures()
     with running_pool(notes, tmp_path, "[1, 2]") as pool:
         client = Client(pool, "a")
+        client.sync(2)
+        number = client.submit([[1], [2]])
         wait_for(lambda: failures() >= before + 3, "three failed starts", LIMIT)
-        assert client.sync(2) == 1
-        assert client.sample([[1], [2]]) == [[[0, 2, 1], [1, 2, 1]]]
+        assert client.collect(number, 0, 2) == [[0, 2, 1], [1, 2, 1]]
+        assert client.prove(2) == 1
 
 
 def test_pool_grows_to_the_most_engines_of_several_processes(notes: Any, tmp_path: Path) -> None:
     with running_pool(notes, tmp_path, "[1, 2]", tensor_parallel_size=2) as pool:
-        assert len(engines(pool)) <= 1  # until the workers have begun
         client = Client(pool, "a")
         client.sync(9)
+        assert len(engines(pool)) == 1  # until the workers sample, and have their resources
+        number = client.submit([[1]])
         wait_for_engines(pool, 2)
+        client.collect(number, 0, 1)
         assert client.prove(9) == 2
         assert len({pid for engine in engines(pool) for pid in engine["pids"]}) == 4
         assert client.sample([[1], [2]]) == [[[0, 9, 1], [1, 9, 1]]]
@@ -221,6 +226,21 @@ def test_pool_grows_to_the_most_engines_of_several_processes(notes: Any, tmp_pat
 
 def requests(*prompts: int) -> list[EngineRequest]:
     return [EngineRequest([prompt], {}) for prompt in prompts]
+
+
+def test_pool_asks_for_no_place_while_no_worker_samples(notes: Any, tmp_path: Path) -> None:
+    """A request that waits would take the resources of workers that are restarted."""
+
+    def places() -> int:
+        return sum(each["state"] != "REMOVED" for each in placement_group_table().values())
+
+    before = places()
+    with running_pool(notes, tmp_path, "[1, 99]") as pool:
+        client = Client(pool, "a")
+        client.sync(1)
+        number = client.submit([[1]])
+        assert client.collect(number, 0, 1) == [[0, 1, 1]]
+        wait_for(lambda: places() <= before + ray.cluster_resources()["CPU"], "no place is waited for", LIMIT)
 
 
 def test_divide_gives_whole_groups_to_shards_in_turn() -> None:

@@ -55,9 +55,10 @@ def test_size_of_a_dense_model_uses_all_but_the_embedding() -> None:
     ("grpo", "stalenesses"),
     [
         ({}, (1, 2, 4)),
-        ({"max_completion_length": 1023}, (1, 2)),
+        ({"max_completion_length": 1020}, (1, 2)),
         ({"max_completion_length": 400}, (1,)),
         ({"dynamic_sampling": 2}, ()),
+        ({"importance_sampling_level": "sequence"}, (1,)),
         ({"epochs": 2}, ()),
     ],
 )

@@ -48,6 +48,7 @@ class Engine:
     prompt: int = 0
     training_sampling: dict[str, Any] = field(default_factory=lambda: {"max_tokens": LONGEST})
     proofs: int = 0
+    max_model_len: int = 1000
     rounds: list[list[tuple[int, int, int, int]]] = field(default_factory=list)
     """Problem, index, segment and limit of each request, for each call."""
 
@@ -263,3 +264,11 @@ def test_sampler_metrics_of_a_step() -> None:
     of_times = [each for each in run.metrics if "engine/idle_share" in each]
     assert len(of_times) == 3
     assert all(0 <= each[name] <= 1 for each in of_times for name in ("engine/idle_share", "learner/idle_share"))
+
+
+def test_sampler_segment_that_fills_the_engines_context_is_the_last() -> None:
+    run = Run(staleness=2)
+    run.engine.max_model_len = run.engine.prompt + 3
+    completions = run.steps(4)[2]
+    lengths = [length_of(problem, index) for problem in (4, 5) for index in range(GROUP)]
+    assert max(lengths) > 3 and [len(ids) for ids in completions.token_ids] == [min(3, each) for each in lengths]

@@ -54,6 +54,7 @@ class Script:
     fails: bool = False
     proofs: int = 0
     training_sampling: dict[str, Any] = field(default_factory=dict)
+    max_model_len: int = 1000
 
     # Engine
 

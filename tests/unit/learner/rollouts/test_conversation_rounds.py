@@ -237,12 +237,13 @@ def test_rounds_of_games_resumed_play_the_same(tmp_path: Path, staleness: int, s
     assert [vars(each) for each in ends] == [vars(each) for each in expected[saved_at:]]
     taken = sum(len(rounds) for rounds in run.engine.rounds_run)
     assert taken + sum(map(len, resumed.engine.rounds_run)) == sum(map(len, whole.engine.rounds_run))
-    # An unfinished game gets its requests again, in its own order, before the next one.
-    unfinished = [each for each in load_open_rollouts(tmp_path)[0] if not each.finished]
+    # Unfinished games get their requests again, turn by turn.
+    unfinished = [each.conversation or {} for each in load_open_rollouts(tmp_path)[0] if not each.finished]
     assert bool(unfinished) == (staleness > 1)
-    repeated = [request[:1] for each in unfinished for request in (each.conversation or {})["requests"]]
-    again = [(operation,) for operation, _ in resumed.pool.log[: len(repeated)]]
-    assert again == [tuple(each) for each in repeated]
+    repeated = [request for each in unfinished for request in each["requests"]]
+    first = sorted(repeated, key=lambda request: request[3])
+    assert [operation for operation, _ in resumed.pool.log[: len(first)]] == [request[0] for request in first]
+    assert [turn for *_, turn, _ in repeated] == [turn for each in unfinished for turn in range(each["turns"] + 1)]
 
 
 def test_game_that_answers_differently_after_a_resume_begins_anew(
@@ -277,13 +278,25 @@ def test_games_of_another_limit_are_discarded(tmp_path: Path) -> None:
     assert "sampled with another tools and environments; they are discarded" in line
 
 
+def test_games_are_discarded_by_a_run_without_tools(tmp_path: Path) -> None:
+    run = Run(2)
+    run.steps(2)
+    run.sampler.save(tmp_path)
+    single = Run(2, first_problem=4, version=2)
+    del single.sampler.settings["tools and environments"]  # as those of single turns
+    single.sampler.load(tmp_path)
+    assert single.sampler.saved.total == 0
+
+
 @pytest.mark.parametrize(
     ("part", "value", "message"),
     [
         ("messages", None, "lacks a part"),
         ("ended", "won", "cannot have ended with 'won'"),
-        ("requests", [["call", "__init__", {}, ""]], "called '__init__', which is no tool of the run"),
-        ("requests", [["eval", "", {}, ""]], "an episode has no request 'eval'"),
+        ("requests", [["call", "__init__", {}, 1, ""]], "called '__init__', which is no tool of the run"),
+        ("requests", [["eval", "", {}, 1, ""]], "an episode has no request 'eval'"),
+        ("requests", [["call", "guess", "7", 1, ""]], "a call has the argument '7'"),
+        ("reward", "1", "the reward of a conversation is '1'"),
     ],
 )
 def test_damaged_game_of_a_checkpoint_raises_one_line(tmp_path: Path, part: str, value: Any, message: str) -> None:

@@ -11,6 +11,7 @@ import pytest
 from grpo_ray.errors import CheckpointError
 from grpo_ray.storage.records.open_rollouts import (
     FILE_NAME,
+    GROUP_TOKENS,
     OpenRollout,
     RolloutKey,
     load_open_rollouts,
@@ -76,3 +77,17 @@ def test_load_open_rollouts_with_a_lost_token_raises(tmp_path: Path) -> None:
 def test_prompt_digest_differs_with_order_and_length() -> None:
     digests = {prompt_digest(ids) for ids in ([1, 2], [2, 1], [1], [1, 2, 0], [])}
     assert len(digests) == 5 and all(len(each) == 16 for each in digests)
+
+
+def test_row_groups_of_long_completions_are_small_enough_to_be_read(tmp_path: Path) -> None:
+    length = 1 << 17
+    saved = [rollout(index) for index in range(20)]
+    for index, each in enumerate(saved):
+        each.add_segment(7, range(index, index + length), [-1.0] * length, [-2.0] * length)
+    save_open_rollouts(tmp_path, saved, {})
+    file = pq.ParquetFile(tmp_path / FILE_NAME)
+    rows = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
+    assert sum(rows) == 20 and max(rows) * length <= GROUP_TOKENS
+    loaded, _ = load_open_rollouts(tmp_path)
+    assert [each.token_ids for each in loaded] == [each.token_ids for each in saved]
+    assert [each.runs for each in loaded] == [each.runs for each in saved]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_ray.training.attempt import LOCK, create_scratch_folder
+from grpo_ray.storage.scratch_folder import LOCK, create_scratch_folder
 
 
 @pytest.fixture(autouse=True)
