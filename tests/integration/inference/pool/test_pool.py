@@ -231,16 +231,18 @@ def requests(*prompts: int) -> list[EngineRequest]:
 def test_pool_asks_for_no_place_while_no_worker_samples(notes: Any, tmp_path: Path) -> None:
     """A request that waits would take the resources of workers that are restarted."""
 
-    def places() -> int:
-        return sum(each["state"] != "REMOVED" for each in placement_group_table().values())
+    def pending() -> int:
+        return sum(each["state"] == "PENDING" for each in placement_group_table().values())
 
-    before = places()
-    with running_pool(notes, tmp_path, "[1, 99]") as pool:
+    assert ray.cluster_resources()["CPU"] < 16
+    with running_pool(notes, tmp_path, "[1, 16]") as pool:
         client = Client(pool, "a")
         client.sync(1)
-        number = client.submit([[1]])
+        number = client.submit([[SLOW]])
+        wait_for(lambda: pending() > 0, "a request for a place", LIMIT)
+        (tmp_path / "go").touch()
         assert client.collect(number, 0, 1) == [[0, 1, 1]]
-        wait_for(lambda: places() <= before + ray.cluster_resources()["CPU"], "no place is waited for", LIMIT)
+        wait_for(lambda: pending() == 0, "no request for a place", LIMIT)
 
 
 def test_divide_gives_whole_groups_to_shards_in_turn() -> None:
