@@ -404,22 +404,25 @@ class EnginePool:
         return placement_group([bundle] * self._size, strategy="STRICT_PACK")
 
     async def _keep_further(self, number: int) -> None:
-        """Keep an engine beyond the fewest running, once there is a place for it.
+        """Keep an engine beyond the fewest running while there is a place for it.
 
         The place is asked for while a round is under way, for a short time. At that time the workers have their
-        resources. A place that is still asked for when workers are restarted would take theirs.
+        resources. A place that is still asked for when workers are restarted would take theirs, so that of an engine
+        that has ended is given back.
         """
         while True:
             async with self._changed:
                 while not self._rounds:
                     await self._changed.wait()
             group = self._reserve_group()
-            with contextlib.suppress(TimeoutError):
+            try:
                 await asyncio.wait_for(_ready(group), PLACE_SECONDS)
-                break
-            remove_placement_group(group)
+                await self._run_engine(number, group, failed_starts=0)
+            except TimeoutError:
+                pass
+            finally:
+                remove_placement_group(group)
             await asyncio.sleep(PLACE_PAUSE_SECONDS)
-        await self._keep(number, group)
 
     async def _keep(self, number: int, group: PlacementGroup) -> None:
         """Keep one engine running: start it, let it work, and start another in its place when it is lost."""
@@ -429,22 +432,34 @@ class EnginePool:
                 async with self._changed:
                     while self._error is not None:
                         await self._changed.wait()
-                engine = Engine(number, next(self._incarnations), group, [])
-                try:
-                    await group.ready()
-                    await self._start(engine)
-                    await self._serve(engine)
-                except asyncio.CancelledError:
-                    raise
-                except Exception as error:  # of Ray, vLLM or torch: whatever it is, this engine has ended
-                    failed_starts = failed_starts + 1 if engine.facts is None else 0
-                    await self._lose(engine, error, failed_starts)
-                    await asyncio.sleep(RETRY_SECONDS * failed_starts)
-                finally:
-                    self._engines.pop(number, None)
-                    _end(engine)
+                failed_starts = await self._run_engine(number, group, failed_starts)
+                await asyncio.sleep(RETRY_SECONDS * failed_starts)
         finally:
             remove_placement_group(group)
+
+    async def _run_engine(self, number: int, group: PlacementGroup, failed_starts: int) -> int:
+        """Start an engine and let it work until it is lost.
+
+        Args:
+            failed_starts: number of starts that have failed one after the other.
+
+        Returns:
+            The same, counting this one.
+        """
+        engine = Engine(number, next(self._incarnations), group, [])
+        try:
+            await group.ready()
+            await self._start(engine)
+            await self._serve(engine)
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:  # of Ray, vLLM or torch: whatever it is, this engine has ended
+            failed_starts = failed_starts + 1 if engine.facts is None else 0
+            await self._lose(engine, error, failed_starts)
+        finally:
+            self._engines.pop(number, None)
+            _end(engine)
+        return failed_starts
 
     async def _start(self, engine: Engine) -> None:
         """Start the processes of an engine, and wait until it has loaded the initial policy."""
