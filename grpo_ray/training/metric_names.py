@@ -121,8 +121,8 @@ METRICS: dict[str, tuple[str, str]] = {
             "rollout/recomputed_share": "Tokens of prompts and earlier segments that the engine read again, as a share "
             "of the tokens sampled",
             "learner/idle_share": "Share of a step's time in which the learner waited for the engine",
-            "engine/idle_share": "Share of a step's time in which a worker's engine sampled nothing for training; waits "
-            "for tools count as sampling",
+            "engine/idle_share": "Share of a step's time in which a worker's engine sampled nothing for training; "
+            "waits for tools count as sampling",
             "engine/round_seconds_max": "Longest time of one round of the engine, on any worker, waits for tools "
             "included",
         }.items()
