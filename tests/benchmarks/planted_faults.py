@@ -649,9 +649,15 @@ FAULTS = (
         fault_injection=AHEAD.fault_injection,
     ),
     Fault(
+        "segment-that-fills-the-context-goes-on",
+        "learner/rollouts/segment_rounds.py",
+        "length == request.limit and has_space",
+        "length == request.limit",
+    ),
+    Fault(
         "earlier-requests-not-repeated",
         "tools/open_conversation.py",
-        "        for request in self.requests:\n            request.send(self.episode)\n",
+        "        for request in self._requests_of(turn):\n            request.send(self.episode)\n",
         "        self.requests = []\n",
     ),
     Fault(
