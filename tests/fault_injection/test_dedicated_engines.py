@@ -117,21 +117,33 @@ def test_dedicated_run_equals_colocated_bit_for_bit(small_run: Callable[..., Any
 
 
 @pytest.mark.slow
-def test_engines_of_a_lost_node_move_to_another(policy: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "moved"
-    overrides = [*small_settings("moved", tmp_path, policy), *DEDICATED, "cluster.num_workers=1", "engine.replicas=1"]
-    overrides += ["grpo.max_steps=60", "rewards.functions=[correctness, 'reward_spies:wait']",
-                  "rewards.settings={'reward_spies:wait': {seconds: 1}}", "run.max_failures=9"]  # fmt: skip
-    # Ray gives the engine, which is reserved first, the node that it fills. The worker needs the other one.
-    with several_nodes(1, 4) as nodes:
+def test_engine_of_a_lost_node_moves_to_another(policy: Path, tmp_path: Path) -> None:
+    folder, found = tmp_path / "moved", tmp_path / "node"
+    overrides = [*small_settings("moved", tmp_path, policy), *DEDICATED, "cluster.num_workers=1", "engine.replicas=1",
+                 "cluster.cpus_per_worker=2", "grpo.max_steps=60", "run.max_failures=9",
+                 "rewards.functions=[correctness, 'reward_spies:wait']",
+                 "rewards.settings={'reward_spies:wait': {seconds: 1}}"]  # fmt: skip
+    # Engine and worker take two nodes as a whole, and the third one is free.
+    with several_nodes(2, 2, 2) as nodes:
         run = start(overrides, RAY_ADDRESS=nodes.address)
         wait_for_step(folder, 2)
-        nodes.kill_node(nodes.workers[0])
+        assert nodes.drive(write_node_of_engine, path=str(found)).wait(LONG) == 0
+        nodes.kill_node(found.read_text())
         output, _ = run.communicate(timeout=LONG)
     assert run.returncode == 0, output
     assert "engine 0 was lost and is started again" in output
     assert rows_of(folder)[-1]["engine/replaced"] == 1
     assert len(events_of(folder, "began")) == 1  # the workers went on
+
+
+def write_node_of_engine(path: str) -> None:
+    """Write the id of the node that has the only engine."""
+    import ray
+    from ray.util import placement_group_table
+
+    ray.init(logging_level="ERROR")
+    [engine] = [each for each in placement_group_table().values() if each["strategy"] == "STRICT_PACK"]
+    Path(path).write_text(engine["bundles_to_node_id"][0])
 
 
 @pytest.mark.slow

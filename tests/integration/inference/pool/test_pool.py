@@ -131,6 +131,16 @@ def test_pool_tells_every_worker_whether_any_is_active(two_engines: Any) -> None
         ray.get(waiting, timeout=LIMIT)
 
 
+def test_pool_tells_waiting_for_a_worker_from_generating(two_engines: Any) -> None:
+    client = Client(two_engines, "one late", workers=2)
+    client.sync(1)
+    client.call("submit", 1, 1, 0, requests(5))
+    assert client.call("results", 1, 0) == ([], False)
+    client.call("submit", 1, 1, 1, requests())
+    finished, is_generating = client.call("results", 1, 0)
+    assert len(finished) <= 1 and is_generating
+
+
 def test_pool_ends_the_work_for_an_earlier_attempt(two_engines: Any, folder: Path) -> None:
     client = Client(two_engines, "earlier")
     client.sync(1)
