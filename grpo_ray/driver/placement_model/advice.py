@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from grpo_ray.config.checks import CHECKS
 from grpo_ray.driver.placement_model.engine import EngineSpeed
 from grpo_ray.driver.placement_model.hardware import H100, ModelSize, engine_speed, learner_token_seconds
 from grpo_ray.driver.placement_model.learner import LearnerSpeed
 from grpo_ray.driver.placement_model.lengths import DrawBatch, LogNormalLengths, RecordedLengths
 from grpo_ray.driver.placement_model.placements import Workload, colocated_step
 from grpo_ray.driver.placement_model.search import Comparison, compare_placements
+from grpo_ray.errors import ConfigError
 from grpo_ray.storage.jsonl import read_events, read_metrics
 from grpo_ray.storage.records.rollout_files import list_rollout_files, read_steps
 
@@ -138,12 +138,15 @@ def possible_stalenesses(config: "Config") -> tuple[int, ...]:
 
 def allows_staleness(config: "Config", staleness: int) -> bool:
     """Return True if the config would be valid with dedicated engines and a value of `rollout.max_staleness`."""
-    changed = replace(
-        config,
-        engine=replace(config.engine, placement="dedicated"),
-        rollout=replace(config.rollout, max_staleness=staleness),
-    )
-    return not any(check(changed) for check in CHECKS)
+    try:
+        replace(
+            config,
+            engine=replace(config.engine, placement="dedicated"),
+            rollout=replace(config.rollout, max_staleness=staleness),
+        )
+    except ConfigError:
+        return False
+    return True
 
 
 def workload_of(config: "Config", shape: "ModelShape", recorded: RecordedSteps | None) -> Workload:
