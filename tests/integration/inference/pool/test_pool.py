@@ -134,9 +134,9 @@ def test_pool_tells_every_worker_whether_any_is_active(two_engines: Any) -> None
 def test_pool_tells_waiting_for_a_worker_from_generating(two_engines: Any) -> None:
     client = Client(two_engines, "one late", workers=2)
     client.sync(1)
-    client.call("submit", 1, 1, 0, requests(5))
+    client.call("submit", 1, 1, 0, [EngineRequest([5], {"seed": 0})])
     assert client.call("results", 1, 0) == ([], False)
-    client.call("submit", 1, 1, 1, requests())
+    client.call("submit", 1, 1, 1, [])
     finished, is_generating = client.call("results", 1, 0)
     assert len(finished) <= 1 and is_generating
 
