@@ -51,6 +51,8 @@ REWARDS = (SIGNAL, EQUAL, PARTLY, UNSCORABLE, (0.0,) * 4, EQUAL, (0.0, 1.0, None
 class ScriptedEngine:
     """Replacement of the engine: completions and log-probabilities depend on prompt, position and call alone."""
 
+    max_model_len = 1 << 20
+
     training_sampling: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, seed: int, longest: int) -> None:
