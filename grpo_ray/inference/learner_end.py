@@ -1,7 +1,7 @@
 """The learner's end of a weight sync: the weights that an engine receives, and both proofs that it computes with them.
 
 It extends TRL's `VLLMGeneration`, which knows the names of weights in vLLM, and how to gather those of a sharded
-learner. What differs from TRL:
+learner. Differences from TRL:
 
 - An adapter is merged into copies of the weights, not into the weights themselves.
 - The weights of the proof are read anew from the model, not from the iterator that sends them (`weight_proof.py`).

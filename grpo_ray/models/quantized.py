@@ -234,7 +234,7 @@ def identities(layer: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
 
 @dataclass(frozen=True)
 class Quantization:
-    """How the policy under an adapter was quantized."""
+    """Quantization of the policy under an adapter."""
 
     method: str
     """A key of QUANTIZERS."""

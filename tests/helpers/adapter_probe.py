@@ -15,7 +15,7 @@ STEPS, SYNCS = 3, 100
 
 @dataclass
 class Observation:
-    """How an adapter did in the engine."""
+    """Result of an adapter in the engine."""
 
     gaps: list[float]
     """Mean difference of the log-probabilities of engine and learner at the start and after each step, nats."""
@@ -31,7 +31,7 @@ class Observation:
 
 @dataclass
 class RequestObservation(Observation):
-    """How an adapter did that the engine gets as a LoRA request."""
+    """Result of an adapter that the engine gets as a LoRA request."""
 
     versions: list[int]
     """Id of the adapter after each of these syncs."""

@@ -1,6 +1,6 @@
-"""Interface between the schedule of bounded staleness and what a round samples.
+"""Interface between the schedule of bounded staleness and the completions of a round.
 
-A round works on open batches: rows of later steps with their completions so far. A completion of one turn grows by
+A round adds tokens to open batches: rows of later steps with their completions so far. A completion of one turn grows by
 segments (`segment_rounds.py`), one with tools by whole turns (`conversation_rounds.py`).
 """
 
@@ -41,7 +41,7 @@ class RoundRequest:
 
 
 class Rounds(Protocol):
-    """What the rounds of a run sample. `run` may be called in a thread; the other methods are called between rounds."""
+    """Kind of completions that rounds sample. `run` may be called in a thread, the other methods between rounds."""
 
     @property
     def config(self) -> Config: ...
@@ -62,7 +62,7 @@ class Rounds(Protocol):
         """
 
     def run(self, requests: Sequence[RoundRequest]) -> Sequence[Any]:
-        """Sample a round; collective among the workers that share engines. Returns what `add` takes."""
+        """Sample a round; collective among the workers that share engines. Returns the results for `add`."""
 
     def add(self, requests: Sequence[RoundRequest], results: Sequence[Any], version: int) -> list[Segment]:
         """Add the tokens of a round to its completions, and return those to be proven."""
