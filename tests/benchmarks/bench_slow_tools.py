@@ -28,8 +28,10 @@ from bench_staleness import (
     LAST_STEP,
     LEARNER,
     SPEED,
+    WORKERS,
     Engines,
     Placement,
+    bounded_sampler,
     cluster,
 )
 from scripted_tools import tool_tokenizer
@@ -41,14 +43,10 @@ from grpo_ray.data.problem import Problem
 from grpo_ray.driver.placement_model.engine import Engine, Request
 from grpo_ray.inference.conversation_sampler import ConversationSampler
 from grpo_ray.inference.sampling import RunRound
-from grpo_ray.learner.collectives import Workers
-from grpo_ray.learner.rollouts.bounded_staleness import BoundedStalenessSampler
 from grpo_ray.learner.rollouts.conversation_rounds import ConversationRounds
 from grpo_ray.learner.rollouts.group_batches import GroupBatches
-from grpo_ray.learner.rollouts.padding import Padding
 from grpo_ray.learner.rollouts.sampler import MultiTurn, OnPolicySampler, Sampler, WeightSync
 from grpo_ray.learner.rollouts.staleness_schedule import StalenessSchedule
-from grpo_ray.learner.rollouts.sync_probe import SyncProbe
 from grpo_ray.telemetry.profiler import PhaseProfiler
 from grpo_ray.tools.sandbox.protocol import CallResult
 
@@ -112,23 +110,11 @@ def new_sampler(engines: TurnEngines, staleness: int, tool_seconds: float) -> Sa
     access: Any = engines
     source = ConversationSampler(config, TOKENIZER)
     source.pool = SlowPool(tool_seconds)  # type: ignore[assignment]
-    workers, profiler = Workers(gather_objects=lambda own: [own]), PhaseProfiler()
-    turns = MultiTurn(config, access, source, None, workers, profiler, lambda metrics: None)
-    sync = WeightSync(access, lambda: engines.version)
+    turns = MultiTurn(config, access, source, None, WORKERS, PhaseProfiler(), lambda metrics: None)
     if not staleness:
-        return OnPolicySampler(sync, turns, workers, profiler)
+        return OnPolicySampler(WeightSync(access, lambda: engines.version), turns, WORKERS, PhaseProfiler())
     schedule = StalenessSchedule(staleness, 10_000, LAST_STEP)
-    return BoundedStalenessSampler(
-        schedule,
-        sync,
-        ConversationRounds(turns, source, schedule),
-        SyncProbe(engines, Padding(0, None, 1.0), workers),
-        repeats=1,
-        workers=workers,
-        profiler=profiler,
-        append_metrics=lambda values: None,
-        notify=print,
-    )
+    return bounded_sampler(engines, schedule, ConversationRounds(turns, source, schedule))
 
 
 def measure(pool: Any, placement: Placement, steps: int, tool_seconds: float) -> list[float]:

@@ -49,6 +49,7 @@ from grpo_ray.learner.collectives import Workers  # noqa: E402
 from grpo_ray.learner.rollouts.bounded_staleness import BoundedStalenessSampler  # noqa: E402
 from grpo_ray.learner.rollouts.padding import Padding  # noqa: E402
 from grpo_ray.learner.rollouts.rollout import Rows  # noqa: E402
+from grpo_ray.learner.rollouts.rounds import Rounds  # noqa: E402
 from grpo_ray.learner.rollouts.sampler import OnPolicySampler, Sampler, SingleTurn, WeightSync  # noqa: E402
 from grpo_ray.learner.rollouts.segment_rounds import SegmentRounds  # noqa: E402
 from grpo_ray.learner.rollouts.staleness_schedule import StalenessSchedule  # noqa: E402
@@ -59,6 +60,8 @@ SPEED = EngineSpeed(step_seconds=0.006, sequence_seconds=0.00015, context_second
 """Durations of an engine's work. With more than 40 completions, each further one makes a decode step longer."""
 LEARNER = LearnerSpeed(token_seconds=0.0002)
 DEVICES = 4
+WORKERS = Workers(gather_objects=lambda own: [own])
+"""The only worker."""
 LAST_STEP = 10**6
 """Steps of the run, of which only the first ones are taken: its last ones begin no batches."""
 
@@ -178,19 +181,23 @@ def new_sampler(engines: Engines, sizes: Sizes, staleness: int) -> Sampler:
     )
     access: Any = engines
     turn = NumberedTurn(config, access, tokenizer=None, start_grading=None)
-    workers, profiler = Workers(gather_objects=lambda own: [own]), PhaseProfiler()
-    sync = WeightSync(access, lambda: engines.version)
     if not staleness:
-        return OnPolicySampler(sync, turn, workers, profiler)
+        return OnPolicySampler(WeightSync(access, lambda: engines.version), turn, WORKERS, PhaseProfiler())
     schedule = StalenessSchedule(staleness, longest, LAST_STEP)
+    return bounded_sampler(engines, schedule, SegmentRounds(turn, schedule))
+
+
+def bounded_sampler(engines: Engines, schedule: StalenessSchedule, rounds: Rounds) -> BoundedStalenessSampler:
+    """Return the sampler of a run with tokens of older weights."""
+    access: Any = engines
     return BoundedStalenessSampler(
         schedule,
-        sync,
-        SegmentRounds(turn, schedule),
-        SyncProbe(engines, Padding(0, None, 1.0), workers),
+        WeightSync(access, lambda: engines.version),
+        rounds,
+        SyncProbe(engines, Padding(0, None, 1.0), WORKERS),
         repeats=1,
-        workers=workers,
-        profiler=profiler,
+        workers=WORKERS,
+        profiler=PhaseProfiler(),
         append_metrics=lambda values: None,
         notify=print,
     )

@@ -7,7 +7,8 @@ returns each completion to its worker as soon as it is finished. A shard is one 
 requests in the same order whatever engine runs it, so the number of engines changes no result.
 
 It keeps the engines alive: one that dies, hangs or is lost with its node is started again, gets the present weights and
-proves that it holds them, and its shard is generated again. Completions that the dead engine had delivered are not used twice.
+proves that it holds them, and its shard is generated again. Completions that the dead engine had delivered are not used
+twice.
 
 Each engine has a task (`_keep`), which starts it, brings it to the present version of the weights, and lets it work.
 """

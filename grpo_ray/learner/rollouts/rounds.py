@@ -1,7 +1,7 @@
 """Interface between the schedule of bounded staleness and the completions of a round.
 
-A round adds tokens to open batches: rows of later steps with their completions so far. A completion of one turn grows by
-segments (`segment_rounds.py`), one with tools by whole turns (`conversation_rounds.py`).
+A round adds tokens to open batches: rows of later steps with their completions so far. A completion of one turn grows
+by segments (`segment_rounds.py`), one with tools by whole turns (`conversation_rounds.py`).
 """
 
 from collections.abc import Sequence

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from scripted_tools import tool_tokenizer
-from transformers import TrainerState
+from staleness_steps import SampledSteps
 
 from grpo_ray.config.loader import load_config
 from grpo_ray.data.problem import Problem
@@ -20,7 +20,6 @@ from grpo_ray.learner.collectives import Workers
 from grpo_ray.learner.rollouts.bounded_staleness import BoundedStalenessSampler
 from grpo_ray.learner.rollouts.group_batches import GroupBatches
 from grpo_ray.learner.rollouts.padding import Padding
-from grpo_ray.learner.rollouts.rollout import Completions
 from grpo_ray.learner.rollouts.sampler import SingleTurn, WeightSync
 from grpo_ray.learner.rollouts.segment_rounds import SegmentRounds
 from grpo_ray.learner.rollouts.staleness_schedule import StalenessSchedule
@@ -86,12 +85,13 @@ class Engine:
 
 
 @dataclass
-class Run:
+class Run(SampledSteps):
     """One worker's steps with a real sampler."""
 
     staleness: int = 2
     first_problem: int = 0
     version: int = 0
+    max_steps: int = STEPS
     settings: tuple[str, ...] = ()
     lines: list[str] = field(default_factory=list)
     graded: list[tuple[str, int, str]] = field(default_factory=list)
@@ -125,17 +125,6 @@ class Run:
         drawn = GroupBatches([(problem, 0) for problem in stream], 2, num_generations=GROUP, repeats=1)
         self.batches = iter(self.sampler.attach(drawn))
         engine.prompt = len(turn.render([{"prompt": prompt}])[0])
-
-    def step(self) -> Completions:
-        completions = self.sampler.sample(next(self.batches))
-        state = TrainerState(global_step=self.version, max_steps=STEPS)
-        self.sampler.start_ahead(state)
-        self.sampler.finish_ahead()
-        self.version += 1
-        return completions
-
-    def steps(self, count: int) -> list[Completions]:
-        return [self.step() for _ in range(count)]
 
 
 def resume(folder: Path, step: int, **options: Any) -> Run:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from scripted_tools import ScriptedPool, tool_tokenizer
-from transformers import TrainerState
+from staleness_steps import SampledSteps
 
 from grpo_ray.config.loader import load_config
 from grpo_ray.data.guessing import LARGEST
@@ -97,12 +97,13 @@ class Engine:
 
 
 @dataclass
-class Run:
+class Run(SampledSteps):
     """One worker's steps with a real sampler, whose games run in this process."""
 
     staleness: int = 2
     first_problem: int = 0
     version: int = 0
+    max_steps: int = STEPS
     limit: int = LIMIT
     secret: int = 0
     """Added to the secret number of each game."""
@@ -157,16 +158,6 @@ class Run:
         if operation == "reward":
             return CallResult("ok", value=game.get_reward())
         return CallResult("ok", game.guess(**payload[1]), done=game.done)
-
-    def step(self) -> Completions:
-        completions = self.sampler.sample(next(self.batches))
-        self.sampler.start_ahead(TrainerState(global_step=self.version, max_steps=STEPS))
-        self.sampler.finish_ahead()
-        self.version += 1
-        return completions
-
-    def steps(self, count: int) -> list[Completions]:
-        return [self.step() for _ in range(count)]
 
 
 def resume(folder: Path, step: int, **options: Any) -> Run:
