@@ -255,6 +255,7 @@ def test_bench_staleness_compares_with_the_simulation(run_here: Callable[..., st
     assert [float(row[2]) for row in rows] == pytest.approx([seconds[0] / each for each in seconds], rel=0.05)
 
 
+@pytest.mark.slow
 def test_bench_slow_tools_compares_with_the_simulation(run_here: Callable[..., str]) -> None:
     text = run_here("bench_slow_tools.py", "--steps", 1, "--tool-seconds", 0.1)
     rows = [*cells(text, "colocated"), *cells(text, "dedicated")]

@@ -22,7 +22,7 @@ SLOW = {
     f"python tests/benchmarks/bench_{name}.py"
     for name in (
         *("curve", "engine", "failure", "floor", "long_run", "observers", "overlap", "sampling", "savings", "scale"),
-        *("sharding", "startup"),
+        *("sharding", "slow_tools", "startup"),
     )
 }
 """Commands whose test is slow: measurements by whole runs. The type checker reads them, and their help is a test."""
