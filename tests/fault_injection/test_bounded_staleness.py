@@ -25,7 +25,7 @@ def stale(staleness: int, workers: int = 2) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("staleness", [1, 2])
+@pytest.mark.parametrize("staleness", [1, 2, 4])
 def test_stale_run_killed_equals_run_without_faults(small_run: Callable[..., Any], staleness: int) -> None:
     # Checkpoints at steps 3, 6 and 9. In step 4 the engine is killed in the middle of a round.
     faults = [Fault("kill-backward", 2, 1), Fault("kill-generation", 4, 0), Fault("exception", 8, 1)]

@@ -69,6 +69,23 @@ def test_run_with_killed_engines_and_workers_equals_undisturbed(small_run: Calla
 
 @pytest.mark.slow
 @pytest.mark.parametrize("steps", [0, 1, 2])
+def test_sharded_run_with_killed_engine_and_workers_equals_undisturbed(
+    small_run: Callable[..., Any], steps: int
+) -> None:
+    settings = [*DEDICATED, *staleness(steps), "cluster.num_workers=2", "cluster.shard_learner=true"]
+    faults = [Fault("kill-engine", 2, 0), Fault("kill-backward", 4, 1), Fault("kill-generation", 8, 0)]
+    whole, killed = (
+        outcome(small_run, name, struck, *settings) for name, struck in (("whole", []), ("killed", faults))
+    )
+    same(killed, whole)
+    assert (whole["folder"] / "checkpoint-000010" / "shards" / "policy").exists()
+    if steps:
+        assert all(row["rollout/staleness_1"] > 0 for row in whole["rows"][steps:])
+    assert Counter(group["step"] for group in whole["groups"]) == dict.fromkeys(range(1, 11), 4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("steps", [0, 1, 2])
 def test_run_after_a_killed_driver_equals_undisturbed(policy: Path, tmp_path: Path, steps: int) -> None:
     def run(name: str) -> list[str]:
         return [*small_settings(name, tmp_path, policy), *DEDICATED, *staleness(steps), "cluster.num_workers=1"]
