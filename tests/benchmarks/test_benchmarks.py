@@ -186,6 +186,7 @@ def test_bench_floor_measures_our_step_and_its_floor(run_here: Callable[..., str
         assert all(figures)
 
 
+@pytest.mark.slow
 def test_bench_health_names_the_warning_of_a_wrong_run(run_here: Callable[..., str], policy: Path) -> None:
     sizes = ["grpo.max_steps=10", *SMALL_RUN, "--runs", "constant reward"]
     text = run_here("bench_health.py", f"model.path={policy}", *sizes)
@@ -287,6 +288,7 @@ def assert_compared(run_script: Callable[..., str], *peers: str) -> None:
         assert all(numbers(rf"(?m)^{pattern} +([\d.]+) c/s" + r" +([\d.]+)x" * (len(peers) - 1), text))
 
 
+@pytest.mark.slow
 def test_bench_workers_measures_the_rate_of_a_worker(run_here: Callable[..., str]) -> None:
     text = run_here("bench_workers.py", "--tiny", "--workers", 1, "--warm", 1, "--steps", 1)
     workers, groups, step, rate, speed_up = numbers(r"(\d+) +(\d+) +([\d.]+) s +([\d.]+) c/s +([\d.]+)x +100%", text)
@@ -315,6 +317,7 @@ def test_bench_long_run_measures_memory_and_the_page() -> None:
     assert numbers(r"peak of the process (\d+) MiB; files .*'metrics.jsonl': (\d+)", text)[1] > 10_000
 
 
+@pytest.mark.slow
 def test_bench_weight_proof_measures_a_proof(run_forked: Callable[..., str]) -> None:
     (row,) = cells(run_forked("bench_weight_proof.py", "--only", "embedded", "--repeats", 1), "embedded")
     weights, seconds, memory = (float(cell.replace(",", "")) for cell in row[2:5])
@@ -374,6 +377,7 @@ def test_bench_startup_splits_the_time_to_the_first_step(policy: Path) -> None:
     assert "ray::RayTrainWorker" in text
 
 
+@pytest.mark.slow
 def test_bench_confinement_compares_both_levels(tmp_path: Path) -> None:
     text = run("bench_confinement.py", "--pairs", 1, "--completions", 2, environment={"TMPDIR": str(tmp_path)})
     for name in ("one call, ms", "2 completions with 2 calls each, s", "the same, CPU s"):
@@ -426,6 +430,7 @@ os.waitpid(child, 0)
 """Source of a program whose forked process imports a module and ends without Python's exit."""
 
 
+@pytest.mark.slow
 def test_measure_coverage_counts_subprocesses_and_forks(tmp_path: Path) -> None:
     (program := tmp_path / "forks.py").write_text(FORKS)
     code = f"import subprocess, sys; subprocess.run([sys.executable, {str(program)!r}, sys.argv[1]], check=True)"

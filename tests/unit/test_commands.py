@@ -19,13 +19,16 @@ BENCHMARKS = "tests/benchmarks/test_benchmarks.py"
 COMMANDS = "tests/integration/test_commands.py"
 
 SLOW = {
-    f"python tests/benchmarks/bench_{name}.py"
-    for name in (
-        *("curve", "engine", "failure", "floor", "long_run", "observers", "overlap", "sampling", "savings", "scale"),
-        *("sharding", "slow_tools", "startup"),
-    )
+    "python tests/benchmarks/measure_coverage.py",
+    *(
+        f"python tests/benchmarks/bench_{name}.py"
+        for name in (
+            *("confinement", "curve", "engine", "failure", "floor", "health", "long_run", "observers", "overlap"),
+            *("sampling", "savings", "scale", "sharding", "slow_tools", "startup", "weight_proof", "workers"),
+        )
+    ),
 }
-"""Commands whose test is slow: measurements by whole runs. The type checker reads them, and their help is a test."""
+"""Commands whose test is slow: measurements. The type checker reads them, and their help is a test."""
 
 RUN_BY: Mapping[str, str] = {
     "python jobs/train.py": f"{COMMANDS}::test_train_job_takes_its_steps",

@@ -199,18 +199,18 @@ def test_try_mutant_that_a_test_catches_names_the_test(tests: ForkedTests) -> No
     assert (tests.copy.tree / "grpo_ray/data/number.py").read_text(encoding="utf-8") == NUMBER
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_try_mutant_that_passes_all_tests_survives(tests: ForkedTests) -> None:
     assert outcome_of(tests, number_mutant("value > most", "value > most != 6")).outcome == "SURVIVED"
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_try_mutant_that_cannot_be_imported_is_caught(tests: ForkedTests) -> None:
     result = outcome_of(tests, number_mutant("def clamp", "1 / 0\ndef clamp"))
     assert result.outcome == "caught" and "test_number.py" in result.detail
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_run_endless_loop_is_over_the_limit(tests: ForkedTests) -> None:
     mutant = number_mutant("value -= 1", "value += 1")
     with tests.copy.changed(mutant.file, mutant.source):
@@ -218,7 +218,7 @@ def test_run_endless_loop_is_over_the_limit(tests: ForkedTests) -> None:
     assert outcome.code == TIMED_OUT
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_run_waiting_mutant_is_over_the_limit(tests: ForkedTests) -> None:
     mutant = number_mutant("value -= 1", "import time; time.sleep(600)")
     with tests.copy.changed(mutant.file, mutant.source):

@@ -39,7 +39,7 @@ def predictions(fits: dict[System, Fit]) -> list[Prediction]:
     return predict_rows(fits)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_rows_are_predicted_within_a_quarter(predictions: list[Prediction]) -> None:
     errors = {each.row.name: round(each.error, 3) for each in predictions}
     assert {name for name, error in errors.items() if abs(error) > TOLERANCE} == MISSED, errors
@@ -47,7 +47,7 @@ def test_rows_are_predicted_within_a_quarter(predictions: list[Prediction]) -> N
     assert len(unseen) == 12 and len(predictions) == 15
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_rows_are_predicted_from_the_fitted_row_alone(fits: dict[System, Fit]) -> None:
     found = {row.name: predict_alone(row, fits[row.system]) for row in ROWS}
     errors = {row.name: both[1] / row.dedicated - 1 for row in ROWS if (both := found[row.name]) is not None}
@@ -55,13 +55,13 @@ def test_rows_are_predicted_from_the_fitted_row_alone(fits: dict[System, Fit]) -
     assert len(errors) == 12  # verl's other models and settings need their colocated seconds
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_row_without_gain_is_predicted_without_gain(predictions: list[Prediction]) -> None:
     (even,) = (each for each in predictions if each.row.name == "7B, 10k, 8 + 8 GPUs")
     assert even.row.dedicated > even.row.colocated and even.row.colocated / even.seconds < 1.1
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_page_has_the_predictions(predictions: list[Prediction]) -> None:
     page = (ROOT / "docs/performance.md").read_text(encoding="utf-8")
     for each in predictions:

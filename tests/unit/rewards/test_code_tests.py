@@ -57,7 +57,7 @@ def test_wrong_or_hostile_program_passes_no_problem(case: Case, grader: CodeGrad
         assert passes(grader, right)  # the processes of the pool still serve others
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_verdicts_repeat() -> None:
     outcomes = []
     for _ in range(2):
