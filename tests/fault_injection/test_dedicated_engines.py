@@ -140,8 +140,8 @@ def test_engine_of_a_lost_node_moves_to_another(policy: Path, tmp_path: Path) ->
                  "cluster.cpus_per_worker=2", "grpo.max_steps=60", "run.max_failures=9",
                  "rewards.functions=[correctness, 'reward_spies:wait']",
                  "rewards.settings={'reward_spies:wait': {seconds: 1}}"]  # fmt: skip
-    # Engine and worker take two nodes as a whole, and the third one is free.
-    with several_nodes(2, 2, 2) as nodes:
+    # No node has room for engine and worker. The core that is left on each of the two nodes after the loss reads data.
+    with several_nodes(3, 3, 3) as nodes:
         run = start(overrides, RAY_ADDRESS=nodes.address)
         wait_for_step(folder, 2)
         assert nodes.drive(write_node_of_engine, path=str(found)).wait(LONG) == 0
