@@ -52,7 +52,7 @@ METRICS: dict[str, tuple[str, str]] = {
     "engine/logprob_gap_mean": (
         "engine/logprob_gap_mean",
         "Mean gap between the engine's and the learner's log-probabilities of the same tokens, nats. With "
-        "rollout.max_staleness, of a few completions of the step's round; the last step has none.",
+        "rollout.max_staleness, of a few completions of the step's round; a round that samples nothing has none.",
     ),
     "engine/logprob_gap_max": ("engine/logprob_gap_max", "Largest such gap, nats."),
     "engine/logprob_gap_first_turn": (

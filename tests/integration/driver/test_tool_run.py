@@ -246,7 +246,10 @@ def test_killed_game_run_with_older_weights_ends_with_the_same_weights(
     assert groups_of(killed.folder) == groups_of(whole.folder)
     assert same_weights(weights_of(killed.summary.latest_checkpoint), weights_of(whole.summary.latest_checkpoint))
     rows = rows_of(whole.folder)
-    assert max(row["engine/logprob_gap_mean"] for row in rows[:-1]) < 1e-4  # the last step samples nothing
+    gaps = [row.get("engine/logprob_gap_mean") for row in rows]
+    # The rounds of later steps begin no batch, and the games of the last batches may have ended.
+    assert None not in gaps[: 7 - staleness]
+    assert max(gap for gap in gaps if gap is not None) < 1e-4
     assert [row["rollout/staleness_0"] for row in rows] == [1.0] + [0.0] * 6
     assert (max(row["rollout/segments_mean"] for row in rows) > 1) == (staleness > 1)
 
