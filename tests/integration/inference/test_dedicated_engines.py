@@ -9,7 +9,7 @@ from grpo_ray.device import LOGICAL_GPUS
 from grpo_ray.resilience.gpu_driver import cuda_of_torch
 
 DEDICATED = "engine.placement=dedicated"
-LORA = ("model.lora={r: 4, target_modules: [q_proj, v_proj, up_proj]}", "engine.adapter=request")
+LORA = ("model.lora={rank: 4, target_modules: [q_proj, v_proj, up_proj]}", "engine.adapter=request")
 
 
 def in_task(name: str, *arguments: str, **variables: str) -> Any:
