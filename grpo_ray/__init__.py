@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     )
     from grpo_ray.inference.rollout_function import RolloutPolicy
     from grpo_ray.inference.trajectories import EndpointAccess, RolloutRow, Trajectory
+    from grpo_ray.results.run import Run
     from grpo_ray.rewards.correctness import accuracy_reward
     from grpo_ray.rewards.registry import load_reward
 
@@ -65,6 +66,7 @@ __all__ = [
     "RolloutError",
     "RolloutPolicy",
     "RolloutRow",
+    "Run",
     "SupersededError",
     "SyncError",
     "ToolError",
@@ -85,6 +87,7 @@ _MODULES = {
     "EndpointAccess": "grpo_ray.inference.trajectories",
     "RolloutPolicy": "grpo_ray.inference.rollout_function",
     "RolloutRow": "grpo_ray.inference.trajectories",
+    "Run": "grpo_ray.results.run",
     "Trajectory": "grpo_ray.inference.trajectories",
     "accuracy_reward": "grpo_ray.rewards.correctness",
     "load_config": "grpo_ray.config.loader",

@@ -27,8 +27,10 @@ ORDER = [
     "training",
     "pages",
     "export",
+    "results",
     "observers",
     "driver",
+    "experiments",
     "cli",
 ]
 """Packages and top-level modules, lowest first. A module imports only from its own package and from lower ones."""

@@ -34,6 +34,7 @@ from grpo_ray.models.embedded_policy import embedded_policy
 from grpo_ray.models.plausible_policy import require_plausible_policy
 from grpo_ray.pages.report.read import open_run
 from grpo_ray.pages.watch.live_run import LiveRun
+from grpo_ray.results.run import Run
 from grpo_ray.storage.checkpoints import load_reward_states, resolve_checkpoint
 from grpo_ray.storage.records.heldout_files import HeldoutFile, read_heldout
 from grpo_ray.storage.run_folder import RunFolder
@@ -86,6 +87,17 @@ def watch(run: Path) -> str:
     return "\n".join(snapshot.run.notes) if snapshot else ""
 
 
+def in_python(run: Path) -> str:
+    try:
+        opened = Run(str(run))
+        _ = opened.metrics, opened.events, opened.best_checkpoint
+        opened.completions(texts=True)
+        opened.heldout()
+    except GrpoRayError as error:
+        return str(error)
+    return "\n".join(opened.notes)
+
+
 def evaluate(run: Path) -> str:
     parsed = build_parser().parse_args(["eval", str(run / CHECKPOINT)])
     sort_overrides(parsed)
@@ -127,7 +139,7 @@ def main_status(arguments: list[str]) -> None:
     assert main(arguments) in (0, 2)
 
 
-READERS: dict[str, Callable[[Path], str]] = {"report": report, "watch": watch}
+READERS: dict[str, Callable[[Path], str]] = {"report": report, "watch": watch, "python": in_python}
 LOADERS: dict[str, Callable[[Path], str]] = {"eval": evaluate, "export": export, "from_checkpoint": begin_with}
 
 

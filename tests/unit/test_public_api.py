@@ -19,7 +19,7 @@ PUBLIC = {
     *("GrpoRayError", "ConfigError", "DataError", "RewardError", "VerifierError", "SyncError", "CheckpointError"),
     *("SupersededError", "LedgerError", "TrainingError", "DamagedFileError", "RepeatedWorkerError", "NonFiniteError"),
     *("HubError", "ToolError", "ConfinementError", "RolloutError"),
-    *("EndpointAccess", "EngineError", "RolloutPolicy", "RolloutRow", "Trajectory"),
+    *("EndpointAccess", "EngineError", "RolloutPolicy", "RolloutRow", "Run", "Trajectory"),
 }
 
 LIGHT_NAMES = sorted(PUBLIC - {"train", "prepare"})
