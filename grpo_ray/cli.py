@@ -1,4 +1,4 @@
-"""Command line: `grpo-ray train | chaos | check | eval | export | report | watch`.
+"""Command line: `grpo-ray train | chaos | check | eval | export | report | watch | fork | replay | contains`.
 
 Each command is one function that takes the parsed arguments and returns the exit status. Heavy libraries are imported
 inside the commands, after the config was read, so that mistakes in it are reported at once.
@@ -38,6 +38,10 @@ CONFIG = "CONFIG.yaml"
 
 STOPPED_BY_WARNING = 3
 """Exit status of a run that a warning in `run.stop_on` has ended."""
+FOUND = 4
+"""Exit status of `contains` if a problem was used, and of `replay` if the step differs."""
+NOT_KNOWN = 5
+"""Exit status of `contains` if no problem is known to be used, and of some it is not known."""
 SECONDS_OF_ATTACK = 120.0
 """Default of `check --seconds`."""
 CHAOS_HANG_SECONDS = 60.0
@@ -49,7 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         0: success; 1: failure of the workers, the storage or the hub; 2: mistake that the user can correct; 3: stopped
-        by a warning in `run.stop_on`; 128 + signal number: stopped by a signal, as a shell reports it.
+        by a warning in `run.stop_on`; 4: `contains` found a used problem, or `replay` a difference; 5: for `contains`
+        it is not known; 128 + signal number: stopped by a signal, as a shell reports it.
     """
     for stream in (sys.stdout, sys.stderr):  # also covers library messages and the traceback of an unexpected error
         redact_stream(stream)
@@ -219,6 +224,17 @@ def build_parser() -> argparse.ArgumentParser:
     watch.add_argument("--port", type=int, default=0, help="port on the loopback interface; default: a free one")
     watch.add_argument("--open", action="store_true", help="open the page in the browser")
     watch.set_defaults(run=run_watch)
+
+    contains = commands.add_parser("contains", help="find the problems of a file that a policy was trained on")
+    contains.add_argument("checkpoint", metavar="CHECKPOINT", help="folder or URI; a run folder: its best checkpoint")
+    contains.add_argument("problems", metavar="PROBLEMS", help="problems, in any form of data.train")
+    contains.add_argument(
+        "--columns",
+        metavar="A=B,...",
+        help="columns of the file, as in prompt=question,solution=answer; default: data.columns of the run",
+    )
+    contains.add_argument("--json", metavar="FILE", help="also write the answer for each problem to this file")
+    contains.set_defaults(run=run_contains)
     return parser
 
 
@@ -502,6 +518,29 @@ def run_watch(arguments: argparse.Namespace) -> NoReturn:
     # Not `return 0`: threads that wait for storage or for clients are still there. The end of the interpreter would
     # stop each of them wherever it is, and wait forever for a lock that one of them holds.
     os._exit(0)
+
+
+def run_contains(arguments: argparse.Namespace) -> int:
+    """Find the problems of a file that the policy of a checkpoint was trained on."""
+    from grpo_ray.experiments.tables import print_used_problems
+    from grpo_ray.results.used_problems import find_used_problems
+
+    columns = None if arguments.columns is None else parse_columns(arguments.columns)
+    found = find_used_problems(arguments.checkpoint, arguments.problems, columns)
+    print_used_problems(found)
+    if arguments.json:
+        write_json(arguments.json, found.to_dict())
+    if found.count("used"):
+        return FOUND
+    return NOT_KNOWN if found.count("unknown") else 0
+
+
+def parse_columns(text: str) -> dict[str, str]:
+    """Parse `--columns`, such as `prompt=question,solution=answer`; an empty text renames none. Raises ConfigError."""
+    pairs = [pair.partition("=") for pair in text.split(",") if pair]
+    if not all(ours and theirs for ours, _, theirs in pairs):
+        raise ConfigError(f"--columns {text}: write pairs of names, as in --columns prompt=question,solution=answer")
+    return {ours: theirs for ours, _, theirs in pairs}
 
 
 def sort_overrides(arguments: argparse.Namespace) -> None:

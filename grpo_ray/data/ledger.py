@@ -218,6 +218,16 @@ class Ledger:
         """Return the problems that an epoch has used; empty for a closed epoch, whose record is dropped."""
         return self._open.get(epoch, _EMPTY_EPOCH).used
 
+    @property
+    def open_epochs(self) -> list[int]:
+        """Epochs with a record, in order; closed epochs have none."""
+        return sorted(self._open)
+
+    def ever_used(self, epoch: int) -> IdArray:
+        """Return the problems that an epoch has used, also those that the dataset no longer contains."""
+        record = self._open.get(epoch, _EMPTY_EPOCH)
+        return np.union1d(record.used, record.absent)
+
     def skipped(self, epoch: int) -> IdArray:
         """Return the problems that an epoch leaves out; empty for a closed epoch."""
         return self._open.get(epoch, _EMPTY_EPOCH).skipped

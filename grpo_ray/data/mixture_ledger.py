@@ -55,9 +55,7 @@ class MixtureLedger:
         if is_single:
             return cls({"": Ledger.load(folder)}, Draws(shares))
         found = {
-            match["source"]: Ledger.load(folder, path.name)
-            for path in sorted(folder.glob("ledger-*.npz"))
-            if (match := _SOURCE_FILE.fullmatch(path.name))
+            source: Ledger.load(folder, name) for name, source in ledger_files(_names_in(folder)).items() if source
         }
         ledgers = {name: found.get(name) or Ledger() for name in shares}
         absent = {name: ledger for name, ledger in found.items() if name not in shares}
@@ -110,6 +108,16 @@ class MixtureLedger:
             open_ids[source].setdefault(epoch, []).append(problem)
         for name, ledger in self.ledgers.items():
             ledger.set_open(open_ids[name])
+
+
+def ledger_files(names: Iterable[str]) -> dict[str, str]:
+    """Return the files of a checkpoint that are ledgers -> the source of each; a single dataset is the source ""."""
+    matches = {name: _SOURCE_FILE.fullmatch(name) for name in sorted(names)}
+    return {name: match["source"] if match else "" for name, match in matches.items() if match or name == FILE_NAME}
+
+
+def _names_in(folder: Path) -> list[str]:
+    return [path.name for path in folder.iterdir()]
 
 
 def with_drawn(draws: Draws, sources: Iterable[str]) -> Draws:

@@ -66,7 +66,7 @@ def print_summary(summary: RunSummary) -> None:
         command = shlex.join([_command_name(), "eval", summary.best_checkpoint])
         rows.append(("evaluate it with", f"{command} --num-samples 8{trust}"))
     rows += goodput_rows(summary.price) if summary.price else []
-    console = _wide_console()
+    console = wide_console()
     # The same style as the live view, which this table replaces.
     rule = UNICODE.rule if not console.options.ascii_only else ASCII.rule
     end = rule * (min(console.width, MAX_WIDTH) - len("-- summary "))
@@ -140,7 +140,7 @@ def print_audit(report: "AuditReport", config: Config) -> None:
     Args:
         config: config of the run.
     """
-    console = _wide_console()
+    console = wide_console()
 
     def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
         table = Table(*columns)
@@ -181,7 +181,7 @@ def print_audit(report: "AuditReport", config: Config) -> None:
 
 def print_probes(reports: "Sequence[ProbeReport]") -> None:
     """Print the rewards of completions without merit, with those of honest ones."""
-    console = _wide_console()
+    console = wide_console()
     for report in reports:
         table = Table("", "reward", "")
         for probe in report.honest:
@@ -195,7 +195,7 @@ def print_probes(reports: "Sequence[ProbeReport]") -> None:
 
 def print_attack(report: "AttackReport") -> None:
     """Print the means of the first and of the last steps, and the completions with the highest rewards."""
-    console = _wide_console()
+    console = wide_console()
     title = f"{report.policy} trained against the rewards, {report.steps} steps"
     title += f", stopped by {report.stopped}" if report.stopped else ""
     table = Table("", "first steps", "last steps")
@@ -239,7 +239,7 @@ def print_forecast(result: "Forecast", config: Config) -> None:
         rows.append((split_name(key), f"{measure}{chance}"))
     for row in rows:
         table.add_row(*map(escape, row))
-    console = _wide_console()
+    console = wide_console()
     console.print("forecast", table, sep="\n", highlight=False)
 
 
@@ -351,7 +351,7 @@ def _decimal(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"
 
 
-def _wide_console() -> Console:
+def wide_console() -> Console:
     """Return a console that wraps lines only on a terminal, so that paths and ids in other output stay in one piece."""
     console = Console()
     if not console.is_terminal:
