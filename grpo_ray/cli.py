@@ -30,6 +30,7 @@ from grpo_ray.storage.retry import is_full, is_transient
 from grpo_ray.text.redaction import redact, redact_stream
 
 if TYPE_CHECKING:
+    from grpo_ray.driver.summary import RunSummary
     from grpo_ray.models.memory import ModelShape
     from grpo_ray.storage.run_folder import RunFolder
 
@@ -225,6 +226,23 @@ def build_parser() -> argparse.ArgumentParser:
     watch.add_argument("--open", action="store_true", help="open the page in the browser")
     watch.set_defaults(run=run_watch)
 
+    fork = commands.add_parser("fork", help="train a run from one of its checkpoints on, under changed settings")
+    fork.add_argument("source", metavar="RUN", help="run folder or URI; it is only read")
+    fork.add_argument("--at", type=int, required=True, metavar="STEP", help="step of a kept checkpoint; 0: the start")
+    add_settings_options(fork)
+    fork.add_argument("--json", metavar="FILE", help="also write the comparison with the run to this file")
+    fork.add_argument("overrides", nargs="*", metavar=OVERRIDE)
+    fork.set_defaults(run=run_fork, requires_file=True)
+
+    replay = commands.add_parser("replay", help="compute a recorded step again, and compare it bit for bit")
+    replay.add_argument("source", metavar="RUN", help="run folder or URI; it is only read")
+    replay.add_argument("--step", type=int, required=True, metavar="N", help="step to compute, from 1")
+    add_settings_options(replay)
+    replay.add_argument("--keep", action="store_true", help="keep the run folder of the replay")
+    replay.add_argument("--json", metavar="FILE", help="also write the outcome to this file")
+    replay.add_argument("overrides", nargs="*", metavar=OVERRIDE)
+    replay.set_defaults(run=run_replay, requires_file=True)
+
     contains = commands.add_parser("contains", help="find the problems of a file that a policy was trained on")
     contains.add_argument("checkpoint", metavar="CHECKPOINT", help="folder or URI; a run folder: its best checkpoint")
     contains.add_argument("problems", metavar="PROBLEMS", help="problems, in any form of data.train")
@@ -236,6 +254,16 @@ def build_parser() -> argparse.ArgumentParser:
     contains.add_argument("--json", metavar="FILE", help="also write the answer for each problem to this file")
     contains.set_defaults(run=run_contains)
     return parser
+
+
+def add_settings_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that select the settings of a run that is trained from its folder."""
+    parser.add_argument("--config", metavar=CONFIG, help="settings of the run; default: config.yaml of its folder")
+    parser.add_argument(
+        "--trust-settings",
+        action="store_true",
+        help="use settings of the run folder that run its author's code, or call an address",
+    )
 
 
 def run_train(arguments: argparse.Namespace) -> int:
@@ -250,9 +278,18 @@ def run_train(arguments: argparse.Namespace) -> int:
 
     summary = train(config)
     print_summary(summary)
+    return exit_status(summary, config.run.stop_on)
+
+
+def exit_status(summary: "RunSummary", stop_on: Sequence[str]) -> int:
+    """Return the exit status of a run, and print why it has stopped before its last step.
+
+    Args:
+        stop_on: `run.stop_on`.
+    """
     if summary.stopped is None:
         return 0
-    if summary.stopped in config.run.stop_on:
+    if summary.stopped in stop_on:
         print(
             f"stopped after step {summary.steps} by the warning {summary.stopped} (run.stop_on); remove the cause, or "
             "the name from run.stop_on, and run the same command to continue"
@@ -520,6 +557,53 @@ def run_watch(arguments: argparse.Namespace) -> NoReturn:
     os._exit(0)
 
 
+def run_fork(arguments: argparse.Namespace) -> int:
+    """Train the fork of a run, and compare it with the run."""
+    from grpo_ray.experiments.fork_fields import require_changeable
+
+    require_changeable(arguments.overrides)
+    print("loading libraries", flush=True)
+    from grpo_ray.driver.tables import print_summary
+    from grpo_ray.experiments.fork import fork
+    from grpo_ray.experiments.tables import print_comparison
+
+    forked = fork(
+        arguments.source,
+        arguments.at,
+        arguments.overrides,
+        config_path=arguments.config,
+        trusts_settings=arguments.trust_settings,
+    )
+    print_summary(forked.summary)
+    print_comparison(forked.comparison)
+    if arguments.json:
+        write_json(arguments.json, forked.comparison.to_dict())
+    return exit_status(forked.summary, forked.stop_on)
+
+
+def run_replay(arguments: argparse.Namespace) -> int:
+    """Compute a recorded step again. Returns `FOUND` if it differs from the record."""
+    from grpo_ray.experiments.fork_fields import require_changeable
+
+    require_changeable(arguments.overrides, is_replay=True)
+    print("loading libraries", flush=True)
+    from grpo_ray.experiments.replay import replay
+    from grpo_ray.experiments.tables import print_replay
+
+    outcome = replay(
+        arguments.source,
+        arguments.step,
+        arguments.overrides,
+        config_path=arguments.config,
+        trusts_settings=arguments.trust_settings,
+        keeps_folder=arguments.keep,
+    )
+    print_replay(outcome)
+    if arguments.json:
+        write_json(arguments.json, outcome.to_dict())
+    return 0 if outcome.is_equal else FOUND
+
+
 def run_contains(arguments: argparse.Namespace) -> int:
     """Find the problems of a file that the policy of a checkpoint was trained on."""
     from grpo_ray.experiments.tables import print_used_problems
@@ -551,7 +635,7 @@ def sort_overrides(arguments: argparse.Namespace) -> None:
     """
     if "overrides" not in arguments:
         return
-    field = "checkpoint" if "checkpoint" in arguments else "config"
+    field = next(name for name in ("checkpoint", "source", "config") if name in arguments)
     words = [word for word in (getattr(arguments, field), *arguments.overrides) if word is not None]
     files = [word for word in words if not is_override(word)]
     if len(files) > 1:

@@ -57,6 +57,8 @@ SANDBOX_FIELDS = ("sandbox_url", "sandbox_provider", "sandbox_token_variable")
 """Fields of `rollout` that evaluation takes only if the recorded tools are trusted: code and a token are sent there."""
 CODE_FIELDS = ("tools", "environment", "function")
 """Fields of `rollout` that name code."""
+PATH_FIELDS = (("grpo", "advantages"), ("heldout", "score"))
+"""Fields beside those of rewards and tools that name code as package.module:function."""
 HARMLESS_TOOLS = re.compile(r"grpo_ray\.(tools\.examples|inference\.rollout_examples):\w+")
 """Tools, environments and functions that evaluation runs if a run folder names them."""
 PLAIN_SOURCE = re.compile(r"(?:(?:s3|gs|gcs|hf|abfs|abfss|az|https?|file)://)?(?!.*::)(?!.*://)", re.DOTALL)
@@ -154,6 +156,53 @@ def evaluation_settings(
     for section in settings.keys() - {"data"}:  # settings with hidden secrets, which only training needs
         settings[section] = {name: value for name, value in settings[section].items() if not hidden_settings(value)}
     return settings
+
+
+def recorded_code(recorded: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Return the recorded settings with which training would run code of the run folder's author, or call an address.
+
+    Args:
+        recorded: section -> fields, from `parse_recorded`.
+
+    Returns:
+        Paths of fields with their values, such as `rewards.functions: my_rewards:short`; empty if there are none.
+    """
+    sections = {name: recorded.get(name, {}) for name in SECTIONS}
+    data, rewards, rollout = sections["data"], sections["rewards"], sections["rollout"]
+    train = data.get("train")
+    functions = [*_texts(rewards.get("functions")), *_texts(rewards.get("settings"))]
+    if isinstance(train, Mapping):
+        functions += [
+            name for source in train.values() if isinstance(source, Mapping) for name in _texts(source.get("rewards"))
+        ]
+    found = [f"rewards.functions: {name}" for name in dict.fromkeys(functions) if is_own_reward(name)]
+    found += [f"rollout.{field}: {path}" for field in CODE_FIELDS for path in untrusted_tools(rollout.get(field))]
+    found += [f"rollout.{field}: {rollout[field]}" for field in SANDBOX_FIELDS if rollout.get(field) is not None]
+    found += [
+        f"{section}.{field}: {value}"
+        for section, field in PATH_FIELDS
+        if ":" in str(value := sections[section].get(field))
+    ]
+    settings = rewards.get("settings")
+    if isinstance(settings, Mapping):
+        found += [f"rewards.settings.{name}" for name in ("judge",) if name in settings]
+    own = settings.get("code_tests") if isinstance(settings, Mapping) else None
+    isolation = (rollout.get("isolation"), own.get("isolation") if isinstance(own, Mapping) else None)
+    found += [f"isolation: {value}" for value in isolation if value not in (None, "required")]
+    if sections["model"].get("trust_remote_code"):
+        found.append("model.trust_remote_code: true")
+    if sections["grpo"].get("model_init_kwargs"):
+        found.append("grpo.model_init_kwargs")
+    if sections["engine"].get("compile_cache"):
+        found.append(f"engine.compile_cache: {sections['engine']['compile_cache']}")
+    try:
+        _harmless_engine(sections["engine"])
+    except ConfigError:
+        found.append(f"engine.vllm: {sections['engine'].get('vllm')}")
+    places = [*train_paths(train), *_texts(data.get("heldout"))]
+    return found + [
+        f"data: {place}" for place in places if not PLAIN_SOURCE.match((find_benchmark(place) or ("", place))[1])
+    ]
 
 
 def _drop_training_data(data: dict[str, Any]) -> None:

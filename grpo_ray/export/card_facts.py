@@ -1,6 +1,5 @@
 """Facts for the model card of a checkpoint, read from its run folder."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +11,7 @@ from grpo_ray.evaluation.paired import PairedComparison, compare_paired
 from grpo_ray.pages.report.read import RunData, RunReader
 from grpo_ray.storage.checkpoints import CheckpointInfo
 from grpo_ray.storage.numbers import to_finite
-from grpo_ray.storage.records.heldout_files import HeldoutFile, list_heldout_files, read_heldout, read_measurement
+from grpo_ray.storage.records.heldout_files import list_heldout_files, read_measurement, read_verdicts
 from grpo_ray.telemetry.measures import BASELINE_MEASURES, Measure, heldout_measure, recorded_measure
 from grpo_ray.telemetry.run_facts import RunFacts
 from grpo_ray.text.redaction import known_secrets, redact, redact_settings
@@ -163,16 +162,6 @@ def _compare_records(checkpoint: CheckpointInfo, key: str) -> PairedComparison |
         # A record of the same step may be of another checkpoint, if the step was repeated, or of other conditions.
         if (base.policy, measured.policy) != ("", checkpoint.name) or base.conditions != measured.conditions:
             return None
-        return compare_paired(_read_verdicts(checkpoint, base.file), _read_verdicts(checkpoint, measured.file))
+        return compare_paired(read_verdicts(folder, base.file), read_verdicts(folder, measured.file))
     except (DataError, OSError):
         return None
-
-
-def _read_verdicts(checkpoint: CheckpointInfo, file: HeldoutFile) -> dict[str, list[float]]:
-    """Read the verdicts of one measurement: id of a problem -> 1, 0 or NaN for each completion."""
-    columns = read_heldout(checkpoint.folder, file).select(["problem", "correct"]).to_pydict()
-    return {
-        problem: [math.nan if verdict is None else verdict for verdict in verdicts or ()]
-        for problem, verdicts in zip(columns["problem"], columns["correct"], strict=True)
-        if problem is not None
-    }

@@ -29,6 +29,8 @@ COMMANDS = {
     "chaos": [["CONFIG.yaml"], ["--seed", "5"], ["--faults=hang"]],
     "check": [["CONFIG.yaml"], ["--sample", "9"], ["--json", "out.json"]],
     "eval": [["s3://b/runs?x=y"], ["--heldout", "math"], ["--num-samples", "4"]],
+    "fork": [["s3://b/runs?x=y"], ["--at", "4"], ["--trust-settings"]],
+    "replay": [["runs/a"], ["--step", "4"], ["--config=a.yaml"]],
 }
 """Command -> its file and options; overrides are added to them."""
 

@@ -11,7 +11,7 @@ Every field of the config, and every settable field of TRL, is in one of the tab
 import operator
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -168,15 +168,28 @@ APPLIED: dict[str, tuple[str, ...]] = {
 """Time at which a new value is applied -> the fields."""
 
 
-def require_same_fields(config: Config, recorded: Mapping[str, Any], run_uri: str, *, is_other_run: bool) -> None:
-    """Refuse a config that changes a field of `FIXED`; a field that is missing in the record had its default value.
+@dataclass(frozen=True)
+class ChangedField:
+    """Field of `FIXED` whose value differs from the recorded one."""
+
+    name: str
+    old: Any
+    new: Any
+    reason: str
+    """Reason why the new value cannot be applied."""
+
+    def __str__(self) -> str:
+        return f"{self.name}={self.new} differs from {self.old}"
+
+
+def changed_fields(
+    config: Config, recorded: Mapping[str, Any], *, is_other_run: bool = False
+) -> Iterator[ChangedField]:
+    """Yield the fields of `FIXED` that a config changes; a field that is missing in the record had its default value.
 
     Args:
-        recorded: config with which the run at `run_uri` trained, in the shape of the YAML.
+        recorded: config with which a run trained, in the shape of the YAML.
         is_other_run: compare only fields that the checkpoint of another run depends on.
-
-    Raises:
-        ConfigError: with the field, both values, the reason and the alternatives.
     """
     current, defaults = config.to_dict(), Config().to_dict()
     for field, fixed in FIXED.items():
@@ -187,15 +200,27 @@ def require_same_fields(config: Config, recorded: Mapping[str, Any], run_uri: st
         new = _without_credentials(current[section].get(name, default))
         old = _without_credentials((recorded.get(section) or {}).get(name, default))
         if not (fixed.is_same(old, new) or _is_hidden_form(old, new)):
-            mend = (
-                f"set {field}={old}, or export the checkpoint (grpo-ray export) and begin with it as model.path"
-                if is_other_run
-                else f"set {field}={old}, another run.name, or run.resume=never to start over"
-            )
-            raise ConfigError(
-                f"{field}={new} differs from {old}, the value of the run {run_uri}, and cannot change: {fixed.reason}; "
-                f"{mend}"
-            )
+            yield ChangedField(field, old, new, fixed.reason)
+
+
+def require_same_fields(config: Config, recorded: Mapping[str, Any], run_uri: str, *, is_other_run: bool) -> None:
+    """Refuse a config that changes a field of `FIXED`.
+
+    Args:
+        recorded: config with which the run at `run_uri` trained, in the shape of the YAML.
+        is_other_run: compare only fields that the checkpoint of another run depends on.
+
+    Raises:
+        ConfigError: with the field, both values, the reason and the alternatives.
+    """
+    for changed in changed_fields(config, recorded, is_other_run=is_other_run):
+        mend = (
+            f"set {changed.name}={changed.old}, or export the checkpoint (grpo-ray export) and begin with it as "
+            "model.path"
+            if is_other_run
+            else f"set {changed.name}={changed.old}, another run.name, or run.resume=never to start over"
+        )
+        raise ConfigError(f"{changed}, the value of the run {run_uri}, and cannot change: {changed.reason}; {mend}")
 
 
 def is_same_setting(old: Any, new: Any) -> bool:

@@ -215,6 +215,20 @@ def read_heldout(folder: RunFolder, file: HeldoutFile) -> "pa.Table":
     return _read_table(folder, file, heldout_table([], with_conversations=True).schema)[0]
 
 
+def read_verdicts(folder: RunFolder, file: HeldoutFile) -> dict[str, list[float]]:
+    """Read the verdicts of one measurement: id of a problem -> 1, 0 or NaN for each completion.
+
+    Raises:
+        DataError: the file cannot be read; the message names it.
+    """
+    columns = read_heldout(folder, file).select(["problem", "correct"]).to_pydict()
+    return {
+        problem: [np.nan if verdict is None else verdict for verdict in verdicts or ()]
+        for problem, verdicts in zip(columns["problem"], columns["correct"], strict=True)
+        if problem is not None
+    }
+
+
 def read_measurement(folder: RunFolder, file: HeldoutFile) -> Measurement:
     """Read the verdicts of one measurement, without texts.
 

@@ -1,0 +1,192 @@
+"""Fork of a run: the same run from one of its checkpoints on, under changed settings, beside the original.
+
+Both runs have the same seeds, problems, weights and optimizer state up to the checkpoint, so all that differs after it
+is the effect of the settings. A fork without changes equals the original, on the CPU bit for bit.
+"""
+
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from grpo_ray.config.loader import load_config
+from grpo_ray.config.recorded import RECORDED_CONFIG, recorded_code
+from grpo_ray.config.schema import Config
+from grpo_ray.driver.preflight.resume_fields import changed_fields
+from grpo_ray.driver.run import train
+from grpo_ray.driver.summary import RunSummary
+from grpo_ray.errors import ConfigError, DamagedFileError
+from grpo_ray.experiments.branch import find_start, require_sound, write_branch
+from grpo_ray.experiments.fork_fields import require_changeable
+from grpo_ray.pages.report.read import open_run
+from grpo_ray.results.run_comparison import RunComparison, compare_runs, read_contents
+from grpo_ray.storage.checkpoints import CheckpointInfo
+from grpo_ray.storage.lease import RunLease
+from grpo_ray.storage.recorded_config import read_recorded
+from grpo_ray.storage.run_folder import RunFolder
+from grpo_ray.storage.uris import split_path
+from grpo_ray.text.redaction import redact
+
+FORK_FILE = "fork.json"
+"""File of a fork's folder with its origin; written when the copy is complete."""
+NAME_CHARS = 80
+"""Longest derived name of a fork, beyond which its changes are named by a hash."""
+
+
+@dataclass(frozen=True)
+class Fork:
+    """A fork that has been trained."""
+
+    folder: RunFolder
+    summary: RunSummary
+    comparison: RunComparison
+    """With the original, over the steps that both have taken."""
+    stop_on: Sequence[str]
+    """`run.stop_on` of the fork."""
+
+
+def fork(
+    path: str,
+    step: int,
+    overrides: Sequence[str] = (),
+    *,
+    config_path: str | None = None,
+    trusts_settings: bool = False,
+) -> Fork:
+    """Train the fork of a run, or continue one that was interrupted, and compare it with the original.
+
+    Args:
+        path: run folder, local path or URI; it is only read.
+        step: step of the checkpoint that the fork begins with; 0: the start.
+        overrides: changed settings, as `section.field=value`.
+        config_path: YAML file of the run's settings; None: those that its folder records.
+        trusts_settings: use recorded settings that run code of the run folder's author, or call an address.
+
+    Raises:
+        CheckpointError: the run has no sound checkpoint of this step.
+        ConfigError: a setting cannot change, or the fork's folder is in use.
+        TrainingError: the workers failed.
+    """
+    source = open_run(path)
+    require_changeable(overrides)
+    checkpoint = find_start(source, step)
+    config = branch_config(source, overrides, config_path=config_path, trusts_settings=trusts_settings)
+    if not any(override.startswith("run.name=") for override in overrides):
+        config = with_run(config, name=fork_name(source.name, step, overrides))
+    require_same_run(config, source)
+    target = run_folder_of(config)
+    require_other_folder(source, target)
+    prepare_fork(source, checkpoint, target, overrides)
+    summary = train(config)
+    comparison = compare_runs(read_contents(path), read_contents(target.address_of()), step)
+    return Fork(target, summary, comparison, config.run.stop_on)
+
+
+def prepare_fork(
+    source: RunFolder, checkpoint: CheckpointInfo | None, target: RunFolder, overrides: Sequence[str]
+) -> None:
+    """Write the folder of a fork, unless it exists already, complete and with the same origin and changes.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged.
+        ConfigError: the folder exists, and is another fork, or not a complete one.
+    """
+    origin = describe_origin(source, checkpoint, overrides)
+    with RunLease.acquire(target, None, print):
+        if target.exists(FORK_FILE):
+            if target.read_json(FORK_FILE) != origin:
+                raise ConfigError(f"{target.uri} is another fork; set another run.name")
+            return
+        if set(target.file_sizes()) - {name for name in target.file_sizes() if name.startswith("driver/")}:
+            raise ConfigError(
+                f"{target.uri} exists, and is no fork of {source.uri}, or an incomplete one; delete it, or set another "
+                "run.name"
+            )
+        if checkpoint is not None:
+            require_sound(checkpoint)
+        write_branch(source, checkpoint, target)
+        target.write_json(origin, FORK_FILE)
+
+
+def describe_origin(source: RunFolder, checkpoint: CheckpointInfo | None, overrides: Sequence[str]) -> dict[str, Any]:
+    """Return the identity of a fork: run, checkpoint by name and contents, and changes, in JSON's types."""
+    changes = [each for each in overrides if not each.startswith(("run.name=", "run.storage_path=", "run.takeover="))]
+    return redact(
+        {
+            "run": source.uri,
+            "step": 0 if checkpoint is None else checkpoint.step,
+            "checkpoint": None if checkpoint is None else checkpoint.name,
+            "digest": None if checkpoint is None else checkpoint.digest,
+            "changes": changes,
+        }
+    )
+
+
+def branch_config(
+    source: RunFolder, overrides: Sequence[str], *, config_path: str | None, trusts_settings: bool
+) -> Config:
+    """Return the config of a run under changed settings, for a folder beside the run's.
+
+    Raises:
+        ConfigError: a setting is invalid, or the recorded settings are not trusted.
+        DamagedFileError: the recorded config cannot be read.
+    """
+    parent = split_path(source.address_of())[0]
+    if config_path is not None:
+        given = load_config(config_path, overrides, drop=("versions",))
+        is_set = any(override.startswith("run.storage_path=") for override in overrides)
+        return with_run(given, resume="latest", takeover=None, **({} if is_set else {"storage_path": parent}))
+    try:
+        recorded = read_recorded(source)
+    except (DamagedFileError, FileNotFoundError) as error:
+        raise DamagedFileError(f"{error}; give the run's own YAML with --config") from None
+    if not trusts_settings and (code := recorded_code(recorded)):
+        raise ConfigError(
+            f"the run folder sets {code[0]}, which runs its author's code or calls an address; allow it with "
+            "--trust-settings if the run is your own, or give your own YAML with --config"
+        )
+    settings = {name: fields for name, fields in recorded.items() if name != "versions"}
+    run = {"resume": "latest", "takeover": None, "storage_path": parent, "name": source.name}
+    settings["run"] = settings.get("run", {}) | run
+    return load_config(source.uri_of(RECORDED_CONFIG), overrides, settings=settings)
+
+
+def require_same_run(config: Config, source: RunFolder) -> None:
+    """Refuse a config that changes a field which cannot change while a run continues (`resume_fields.FIXED`).
+
+    Raises:
+        ConfigError: with the field, both values and the reason.
+    """
+    recorded: Mapping[str, Any] = read_recorded(source)
+    for changed in changed_fields(config, recorded):
+        raise ConfigError(
+            f"{changed}, the value of the run {source.uri}, and cannot change in a fork: {changed.reason}; set "
+            f"{changed.name}={changed.old}, or begin a run of its own (run.from_checkpoint)"
+        )
+
+
+def require_other_folder(source: RunFolder, target: RunFolder) -> None:
+    """Refuse to write into the folder of the original. Raises ConfigError."""
+    if source.address_of() == target.address_of() or source.uri == target.uri:
+        raise ConfigError(f"run.name={target.name} is the run itself, which is only read; set another run.name")
+
+
+def fork_name(name: str, step: int, overrides: Sequence[str]) -> str:
+    """Return the default name of a fork, from its run, its step and its changed settings."""
+    changes = [each.partition(".")[2] for each in overrides if not each.startswith("run.")]
+    text = re.sub(r"[^A-Za-z0-9._-]+", "-", "-".join([f"{name}-fork-{step}", *changes])).strip("-.")
+    if len(text) <= NAME_CHARS:
+        return text
+    digest = hashlib.sha256(" ".join(overrides).encode()).hexdigest()[:8]
+    return f"{name}-fork-{step}-{digest}"
+
+
+def run_folder_of(config: Config) -> RunFolder:
+    """Return the run folder of a config."""
+    return RunFolder(config.run.storage_path, config.run.name, config.run.storage_retry_seconds)
+
+
+def with_run(config: Config, **fields: Any) -> Config:
+    """Return the config with other fields of the section `run`."""
+    return replace(config, run=replace(config.run, **fields))

@@ -1,0 +1,211 @@
+"""Replay of a recorded step: the step is computed again from the checkpoint before it, and compared bit for bit.
+
+For bug reports, upgrades of libraries and other machines: a step that gives the same bits was computed by the same
+code on the same numbers; otherwise the first quantity that differs shows where to look (`results/step_difference.py`).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from grpo_ray.config.schema import Config, RunConfig
+from grpo_ray.driver.run import prepare
+from grpo_ray.errors import ConfigError, DataError, TrainingError
+from grpo_ray.experiments.branch import find_start, require_sound, write_branch
+from grpo_ray.experiments.fork import branch_config, require_other_folder, require_same_run, run_folder_of, with_run
+from grpo_ray.experiments.fork_fields import require_changeable
+from grpo_ray.observers.feed import RunObserver
+from grpo_ray.pages.report.read import RunData
+from grpo_ray.resilience.nodes import versions
+from grpo_ray.results.run_comparison import last_step, read_contents
+from grpo_ray.results.step_difference import StepComparison, StepRecord, compare_steps, read_records
+from grpo_ray.storage.checkpoints import resume_candidates
+from grpo_ray.storage.lease import RunLease
+from grpo_ray.storage.run_folder import RunFolder
+
+KEPT = 1000
+"""`run.keep_checkpoints` of a replay: the checkpoint of the step stays, also if the run ends a few steps later."""
+
+
+@dataclass(frozen=True)
+class Replay:
+    """Outcome of a replay."""
+
+    run: str
+    """Path, or URI without credentials."""
+    start: int
+    """Step of the checkpoint that the replay began with; 0: the start of the run."""
+    comparison: StepComparison
+    """Of the recorded step with the replayed one; where several steps share a generation batch, their groups are those
+    of its first step."""
+    changed_versions: Mapping[str, tuple[str, str]]
+    """Library, or the commit -> versions that the run recorded at its latest launch, and those of the replay."""
+    folder: str | None
+    """Folder of the replay, if it was kept."""
+
+    @property
+    def is_equal(self) -> bool:
+        """True if all that both record is equal, bit for bit."""
+        return self.comparison.first is None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the outcome in JSON's types."""
+        return {**asdict(self), "is_equal": self.is_equal}
+
+
+class StopAfter(RunObserver):
+    """Observer that requests a stop once a step is about to be taken.
+
+    Workers see the request some steps later, so the run may go on for a few steps.
+
+    Args:
+        step: the last step that is needed.
+    """
+
+    def __init__(self, step: int) -> None:
+        self.step_needed = step
+        self.request_stop: Callable[[], None] = lambda: None
+        """Makes the workers finish their step, save it and end; set before training begins."""
+
+    def event(self, entry: Mapping[str, Any]) -> None:
+        if entry["event"] == "training" and entry.get("step", 0) >= self.step_needed - 1:
+            self.request_stop()
+
+    def step(self, row: Mapping[str, Any], at: float) -> None:
+        if row["step"] >= self.step_needed - 1:
+            self.request_stop()
+
+
+def replay(
+    path: str,
+    step: int,
+    overrides: Sequence[str] = (),
+    *,
+    config_path: str | None = None,
+    trusts_settings: bool = False,
+    keeps_folder: bool = False,
+) -> Replay:
+    """Compute a recorded step again, and compare it with the record.
+
+    Args:
+        path: run folder, local path or URI; it is only read.
+        step: step to compute, from 1.
+        overrides: settings of this launch, such as `cluster.num_workers=1`.
+        config_path: YAML file of the run's settings; None: those that its folder records.
+        trusts_settings: use recorded settings that run code of the run folder's author, or call an address.
+        keeps_folder: keep the run folder of the replay, which is deleted otherwise.
+
+    Raises:
+        CheckpointError: the checkpoint before the step is damaged.
+        ConfigError: the run has not taken the step, or a setting cannot change.
+        TrainingError: the workers failed, or the replay ended before the step.
+    """
+    recorded = read_contents(path)
+    source = recorded.folder
+    require_changeable(overrides, is_replay=True)
+    if not 1 <= step <= last_step(recorded):
+        raise ConfigError(f"--step {step}: {source.uri} has recorded the steps 1 to {last_step(recorded)}")
+    config = branch_config(source, overrides, config_path=config_path, trusts_settings=trusts_settings)
+    require_same_run(config, source)
+    config = replay_config(config, source, step, overrides)
+    target = run_folder_of(config)
+    require_other_folder(source, target)
+    first = first_of_batch(step, config.steps_per_batch)
+    kept = (each.step for each in resume_candidates(source, "latest", ""))
+    start = max((each for each in kept if each < first), default=0)
+    checkpoint = find_start(source, start)
+    if target.exists():
+        raise ConfigError(f"{target.uri} exists; delete it, or set another run.name")
+    if checkpoint is not None:
+        require_sound(checkpoint)
+    try:
+        with RunLease.acquire(target, None, print):
+            write_branch(source, checkpoint, target)
+        take_steps(config, step)
+        replayed = read_contents(target.address_of())
+        if last_step(replayed) < step:
+            raise TrainingError(f"the replay ended after step {last_step(replayed)}, before step {step}")
+        comparison = compare_step(recorded, replayed, step, first)
+    finally:
+        if not keeps_folder:
+            delete_run(target)
+    return Replay(
+        run=source.uri,
+        start=start,
+        comparison=comparison,
+        changed_versions=compare_versions(recorded.section("versions"), versions()),
+        folder=target.uri if keeps_folder else None,
+    )
+
+
+def replay_config(config: Config, source: RunFolder, step: int, overrides: Sequence[str]) -> Config:
+    """Return the config of a replay: the run's, in a folder of its own, which saves the step and reports to nobody."""
+    name = None if any(each.startswith("run.name=") for each in overrides) else f"{source.name}-replay-{step}"
+    config = with_run(
+        config,
+        name=name or config.run.name,
+        trackers=(),
+        notify=None,
+        trace=False,
+        stop_on=(),
+        max_failures=0,
+        keep_checkpoints=KEPT,
+        measure="inline",
+        best_metric=RunConfig.best_metric,  # another may need the run's own `grpo.save_steps`
+    )
+    # A step that is saved is logged too. Saving every `save` steps, the replay saves the batch with the step first.
+    save = first_of_batch(step, config.steps_per_batch) + config.steps_per_batch - 1
+    return replace(config, grpo=replace(config.grpo, save_steps=save))
+
+
+def first_of_batch(step: int, steps_per_batch: int) -> int:
+    """Return the first step on the generation batch of a step."""
+    return step - (step - 1) % steps_per_batch
+
+
+def take_steps(config: Config, step: int) -> None:
+    """Continue the run of a config until it has taken a step, and a few more if the stop comes late."""
+    stop = StopAfter(step)
+    with prepare(config, observers=[stop]) as run:
+        stop.request_stop = run.request_stop
+        run.fit(run.trainer())
+
+
+def compare_step(recorded: RunData, replayed: RunData, step: int, first: int) -> StepComparison:
+    """Compare a step of two runs.
+
+    Args:
+        first: first step on its generation batch.
+
+    Raises:
+        DataError: one of them has not recorded the groups, or a file of `rollouts/` cannot be read.
+    """
+    return compare_steps(step_record(recorded, step, first), step_record(replayed, step, first))
+
+
+def step_record(run: RunData, step: int, first: int) -> StepRecord:
+    """Return the record of a step, with the groups of the first step on its generation batch.
+
+    Raises:
+        DataError: the run has not recorded the groups, or a file of `rollouts/` cannot be read.
+    """
+    records = read_records(run, first, step)
+    if first not in records or not records[first].groups:
+        raise DataError(f"{run.folder.uri} has no rollouts of step {first}")
+    own = records.get(step, StepRecord(step, ()))
+    return replace(own, groups=records[first].groups)
+
+
+def compare_versions(recorded: Mapping[str, Any], current: Mapping[str, str]) -> dict[str, tuple[str, str]]:
+    """Return the names whose versions differ, with the recorded and the current one."""
+    return {
+        name: (str(recorded[name]), str(current[name]))
+        for name in sorted(recorded.keys() & current.keys())
+        if str(recorded[name]) != str(current[name])
+    }
+
+
+def delete_run(folder: RunFolder) -> None:
+    """Delete the run folder of a replay."""
+    if folder.exists():
+        folder.filesystem.delete_dir(folder.path())

@@ -1,0 +1,158 @@
+"""Paired comparison of a run and its fork: rewards on the same problems, held-out verdicts, first difference."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from grpo_ray.evaluation.paired import PairedComparison, compare_paired
+from grpo_ray.pages.report.read import RunData, RunReader, open_run
+from grpo_ray.results.step_difference import Difference, StepRecord, compare_steps, read_records
+from grpo_ray.storage.records.heldout_files import list_heldout_files, read_measurement, read_verdicts
+from grpo_ray.storage.records.rollout_files import list_rollout_files
+
+
+@dataclass(frozen=True)
+class StepRewards:
+    """Rewards of one step of both runs, on the problems that both have drawn for it."""
+
+    step: int
+    problems: int
+    """Groups of the same problem and epoch; 0: the runs take other problems by now."""
+    original: float | None
+    """Mean reward of the original's completions on these problems; None if it is not known."""
+    fork: float | None
+
+
+@dataclass(frozen=True)
+class HeldoutComparison:
+    """Measurements of one held-out set at the same step of both runs."""
+
+    key: str
+    step: int
+    result: PairedComparison
+    """`before` is the original, `after` the fork."""
+
+
+@dataclass(frozen=True)
+class RunComparison:
+    """Comparison of a run and its fork over the steps that both have taken."""
+
+    original: str
+    fork: str
+    """Path, or URI without credentials."""
+    at: int
+    """Step of the checkpoint that the fork began with."""
+    last: int
+    """Last step that both have taken."""
+    first_difference: Difference | None
+    """None if all that both record is equal, bit for bit."""
+    rewards: list[StepRewards]
+    heldout: list[HeldoutComparison]
+
+    @property
+    def reward_difference(self) -> float | None:
+        """Mean of the fork's reward minus the original's, over the problems of all steps; None if there are none."""
+        known = [
+            (each.problems, each.fork - each.original)
+            for each in self.rewards
+            if each.fork is not None and each.original is not None
+        ]
+        total = sum(count for count, _ in known)
+        return sum(count * difference for count, difference in known) / total if total else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the comparison in JSON's types."""
+        return {**asdict(self), "reward_difference": self.reward_difference}
+
+
+def read_contents(path: str) -> RunData:
+    """Read metrics, events and checkpoints of the run folder at a local path or URI. Raises as `open_run`."""
+    reader = RunReader(open_run(path), once=True)
+    reader.refresh()
+    return reader.contents()
+
+
+def compare_runs(original: RunData, fork: RunData, at: int) -> RunComparison:
+    """Compare a run with its fork.
+
+    Args:
+        at: step of the checkpoint that the fork began with.
+
+    Raises:
+        DataError: a file of `rollouts/` or of held-out records cannot be read.
+    """
+    last = min(last_step(original), last_step(fork))
+    rewards: list[StepRewards] = []
+    first: Difference | None = None
+    for here, there in _pairs_of_records(original, fork, at + 1, last):
+        if first is None:
+            first = compare_steps(here, there).first
+        if here.groups or there.groups:
+            rewards.append(_compare_rewards(here, there))
+    return RunComparison(
+        original=original.folder.uri,
+        fork=fork.folder.uri,
+        at=at,
+        last=last,
+        first_difference=first,
+        rewards=rewards,
+        heldout=_compare_heldout(original, fork, at, last),
+    )
+
+
+def last_step(run: RunData) -> int:
+    """Return the last step with metrics; 0 if there is none."""
+    return int(run.rows[-1]["step"]) if run.rows else 0
+
+
+def _pairs_of_records(
+    original: RunData, fork: RunData, first: int, last: int
+) -> Iterator[tuple[StepRecord, StepRecord]]:
+    """Yield the records of each step, in the order of steps, reading as many steps at once as one file has."""
+    ends = sorted(
+        {min(file.last_step, last) for file in list_rollout_files(original.folder) if file.last_step >= first}
+    )
+    for end in [*ends, last]:
+        if end < first:
+            continue
+        here, there = (read_records(run, first, end) for run in (original, fork))
+        for step in sorted({*here, *there}):
+            yield here.get(step, StepRecord(step, ())), there.get(step, StepRecord(step, ()))
+        first = end + 1
+
+
+def _compare_rewards(here: StepRecord, there: StepRecord) -> StepRewards:
+    rewards = [_rewards(record) for record in (here, there)]
+    common = [key for key in rewards[0] if key in rewards[1]]
+    means = [float(np.mean([own[key] for key in common])) if common else None for own in rewards]
+    return StepRewards(here.step, len(common), *means)
+
+
+def _rewards(record: StepRecord) -> Mapping[tuple[int, str, str], float]:
+    """Return the mean reward of each group whose completions were graded."""
+    known = {
+        (row["epoch"], row["source"], row["problem"]): [each for each in row["rewards"] or () if each is not None]
+        for row in record.groups
+    }
+    means = {key: float(np.nanmean(values)) for key, values in known.items() if not np.isnan(values).all()}
+    return means
+
+
+def _compare_heldout(original: RunData, fork: RunData, at: int, last: int) -> list[HeldoutComparison]:
+    """Compare the measurements under equal conditions of each held-out set, at the steps that both have measured."""
+    compared = []
+    for key in original.heldout_keys:
+        files = [{each.step: each for each in list_heldout_files(run.folder, key)} for run in (original, fork)]
+        for step in sorted(files[0].keys() & files[1].keys()):
+            if not at < step <= last:
+                continue
+            pair = [(run.folder, own[step]) for run, own in zip((original, fork), files, strict=True)]
+            here, there = (read_measurement(folder, file) for folder, file in pair)
+            if here.conditions != there.conditions:
+                continue
+            result = compare_paired(*(read_verdicts(folder, file) for folder, file in pair))
+            if result is not None:
+                compared.append(HeldoutComparison(key, step, result))
+    return compared
