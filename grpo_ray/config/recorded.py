@@ -170,14 +170,15 @@ def recorded_code(recorded: Mapping[str, Mapping[str, Any]]) -> list[str]:
     sections = {name: recorded.get(name, {}) for name in SECTIONS}
     data, rewards, rollout = sections["data"], sections["rewards"], sections["rollout"]
     train = data.get("train")
-    functions = [*_texts(rewards.get("functions")), *_texts(rewards.get("settings"))]
+    functions = _texts(rewards.get("functions"))
     if isinstance(train, Mapping):
         functions += [
             name for source in train.values() if isinstance(source, Mapping) for name in _texts(source.get("rewards"))
         ]
     found = [f"rewards.functions: {name}" for name in dict.fromkeys(functions) if is_own_reward(name)]
     found += [f"rollout.{field}: {path}" for field in CODE_FIELDS for path in untrusted_tools(rollout.get(field))]
-    found += [f"rollout.{field}: {rollout[field]}" for field in SANDBOX_FIELDS if rollout.get(field) is not None]
+    if rollout.get("sandbox_url") is not None:
+        found.append(f"rollout.sandbox_url: {rollout['sandbox_url']}")
     found += [
         f"{section}.{field}: {value}"
         for section, field in PATH_FIELDS

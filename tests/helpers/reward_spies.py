@@ -176,3 +176,9 @@ def hold(
     if (step := trainer_state.global_step + 1) in steps:
         gate(step)
     return [0.0] * len(completions)
+
+
+def scaled(completion_ids: list[list[int]], *, file: str, **kwargs: Any) -> list[float]:
+    """Return rewards times the number in a file: a reward whose code may change between two runs."""
+    factor = float(Path(file).read_text())
+    return [factor * ((len(tokens) + sum(tokens)) % 7) for tokens in completion_ids]

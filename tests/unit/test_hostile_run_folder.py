@@ -17,7 +17,7 @@ import yaml
 
 from grpo_ray.cli import build_parser, load_eval_config, main, sort_overrides
 from grpo_ray.config.loader import from_mapping, load_config
-from grpo_ray.config.recorded import HARMLESS_ARGUMENTS, evaluation_settings, parse_recorded
+from grpo_ray.config.recorded import HARMLESS_ARGUMENTS, evaluation_settings, parse_recorded, recorded_code
 from grpo_ray.config.schema import Config, RewardsConfig
 from grpo_ray.config.vllm_fields import vllm_fields
 from grpo_ray.data.ledger import Ledger
@@ -100,6 +100,42 @@ def test_eval_runs_rewards_of_a_mixture_only_with_the_users_flag() -> None:
     assert config.rewards_of("b") == ("boxed_format", "evil:b") and recorded == mixture()
     given = evaluation_settings(recorded, **trust, score="correctness")
     assert "functions" not in given["rewards"] and from_mapping(given).heldout_score_of("b") == "correctness"
+
+
+CODE = {
+    "rewards.functions=['evil:f']": "rewards.functions: evil:f",
+    "rewards.functions=['owner/model']": "rewards.functions: owner/model",
+    "data.train={a: {path: arithmetic, rewards: ['evil:f']}}": "rewards.functions: evil:f",
+    "rollout.tools=['evil:f']": "rollout.tools: evil:f",
+    "rollout.environment=evil:E": "rollout.environment: evil:E",
+    "rollout.function=evil:f": "rollout.function: evil:f",
+    "rollout.sandbox_url=http://evil": "rollout.sandbox_url: http://evil",
+    "rollout.isolation=none": "isolation: none",
+    "rewards.settings={code_tests: {isolation: none}}": "isolation: none",
+    "rewards.settings={judge: {url: http://evil}}": "rewards.settings.judge",
+    "grpo.advantages=evil:f": "grpo.advantages: evil:f",
+    "heldout.score=evil:f": "heldout.score: evil:f",
+    "model.trust_remote_code=true": "model.trust_remote_code: true",
+    "grpo.model_init_kwargs={attn_implementation: evil/kernel}": "grpo.model_init_kwargs",
+    "engine.compile_cache=/tmp/evil": "engine.compile_cache: /tmp/evil",
+    "engine.vllm={worker_cls: evil.Worker}": "engine.vllm: {'worker_cls': 'evil.Worker'}",
+    "data.train=reference://x": "data: reference://x",
+    "data.heldout={a: 'zip::x'}": "data: zip::x",
+}
+"""Override -> the first setting of a run folder for which `fork` and `replay` ask for trust."""
+
+
+@pytest.mark.parametrize("override", CODE)
+def test_fork_and_replay_ask_for_trust_in_settings_that_run_code(override: str) -> None:
+    recorded = load_config().to_dict()
+    section, _, field = override.partition("=")[0].partition(".")
+    recorded[section] = {**recorded[section], field: yaml.safe_load(override.partition("=")[2])}
+    assert recorded_code(recorded)[0] == CODE[override]
+
+
+def test_fork_and_replay_take_harmless_settings_without_trust() -> None:
+    examples = ["rollout.tools=['grpo_ray.tools.examples:calculator']", "engine.vllm={enforce_eager: true}"]
+    assert recorded_code(load_config(None, examples).to_dict()) == [] and recorded_code({}) == []
 
 
 def test_eval_of_a_form_with_hidden_parts_is_refused_in_one_line() -> None:

@@ -159,15 +159,15 @@ def test_fork_with_a_change_differs_from_its_first_step(
 def test_replay_of_a_run_whose_reward_has_changed_names_the_reward(
     small_run: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The code of a reward is changed after the run, and the first step is computed again from the start."""
-    code = tmp_path / "fault_in_reward.py"
-    text = "def length(completions, **columns):\n    return [len(each) * FACTOR for each in completions]\n"
-    code.write_text(text.replace("FACTOR", "0.01"))
-    reward = f"rewards.functions=[correctness, '{code.stem}:length']"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(tmp_path))
-        _, folder = small_run("rewarded", "grpo.max_steps=2", reward)
-        code.write_text(text.replace("FACTOR", "0.02"))
-        assert main(["replay", str(folder), "--step", "1", "--trust-settings"]) == FOUND
+    """A reward changes after the run, and the first step is computed again from the start."""
+    factor = tmp_path / "factor"
+    factor.write_text("0.01")
+    rewards = [
+        "rewards.functions=['reward_spies:scaled']",
+        f"rewards.settings={{'reward_spies:scaled': {{file: {factor}}}}}",
+    ]
+    _, folder = small_run("rewarded", "grpo.max_steps=2", *rewards)
+    factor.write_text("0.02")
+    assert main(["replay", str(folder), "--step", "1", "--trust-settings"]) == FOUND
     assert "differs first in its reward" in capsys.readouterr().out
     assert not (folder.parent / "rewarded-replay-1").exists()

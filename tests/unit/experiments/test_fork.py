@@ -1,0 +1,128 @@
+"""Tests of a fork's settings, name and folder; whole forks are in tests/integration/experiments."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from grpo_ray.config.loader import load_config
+from grpo_ray.config.schema import SECTIONS
+from grpo_ray.driver.preflight.resume_fields import FIXED
+from grpo_ray.errors import ConfigError, DamagedFileError
+from grpo_ray.experiments import fork as forks
+from grpo_ray.experiments.fork_fields import LAUNCH, REFUSED, require_changeable
+from grpo_ray.experiments.replay import compare_versions, first_of_batch, replay_config
+from grpo_ray.storage.run_folder import RunFolder
+
+
+def recorded_run(folder: Path, *overrides: str) -> RunFolder:
+    run = RunFolder(str(folder), "run")
+    config = load_config(None, ["run.name=old", "run.storage_path=/elsewhere", *overrides]).to_dict()
+    run.write_text(yaml.safe_dump(config | {"versions": {"torch": "2"}}), "config.yaml")
+    return run
+
+
+def config_of(run: RunFolder, *overrides: str, **options: Any) -> Any:
+    arguments: dict[str, Any] = {"config_path": None, "trusts_settings": False} | options
+    return forks.branch_config(run, overrides, **arguments)
+
+
+def test_tables_name_existing_fields_that_no_other_table_decides() -> None:
+    own = {f"{section}.{field.name}" for section, cls in SECTIONS.items() for field in dataclasses.fields(cls)}
+    assert REFUSED.keys() <= own and not LAUNCH & (FIXED.keys() | REFUSED.keys())
+
+
+@pytest.mark.parametrize("override", ["run.resume=best", "run.from_checkpoint=/x", "data.accept_changes=true"])
+def test_refused_field_names_the_reason(override: str) -> None:
+    for is_replay in (False, True):
+        with pytest.raises(ConfigError, match=r"cannot be set here: .*; leave it out"):
+            require_changeable([override], is_replay=is_replay)
+
+
+def test_replay_changes_only_the_launch() -> None:
+    require_changeable(
+        ["cluster.num_workers=1", "run.storage_path=/x", "engine.vllm.enforce_eager=true"], is_replay=True
+    )
+    require_changeable(["grpo.learning_rate=1"])
+    with pytest.raises(ConfigError, match="a replay takes the step with the run's own settings"):
+        require_changeable(["grpo.learning_rate=1"], is_replay=True)
+
+
+def test_config_is_the_recorded_one_beside_the_run(tmp_path: Path) -> None:
+    run = recorded_run(tmp_path, "grpo.max_steps=77", "run.resume=best")
+    config = config_of(run, "grpo.learning_rate=0.5")
+    assert (config.grpo.max_steps, config.grpo.learning_rate, config.run.resume) == (77, 0.5, "latest")
+    assert (config.run.storage_path, config.run.name) == (str(tmp_path), "run")  # the run has moved since
+    assert config_of(run, f"run.storage_path={tmp_path / 'x'}").run.storage_path == str(tmp_path / "x")
+
+
+def test_config_file_takes_the_place_of_the_record(tmp_path: Path) -> None:
+    run = recorded_run(tmp_path, "rewards.functions=['evil:f']")
+    own = tmp_path / "own.yaml"
+    own.write_text("grpo: {max_steps: 5}\nrun: {storage_path: /other}")
+    config = config_of(run, config_path=str(own))
+    assert (config.grpo.max_steps, config.run.storage_path) == (5, str(tmp_path))
+    assert config_of(run, "run.storage_path=/third", config_path=str(own)).run.storage_path == "/third"
+    Path(run.path("config.yaml")).write_text("a: [")
+    with pytest.raises(DamagedFileError, match="give the run's own YAML with --config"):
+        config_of(run)
+
+
+def test_recorded_code_needs_trust(tmp_path: Path) -> None:
+    run = recorded_run(tmp_path, "rewards.functions=['evil:f']")
+    with pytest.raises(ConfigError, match=r"sets rewards\.functions: evil:f, .*--trust-settings"):
+        config_of(run)
+    assert config_of(run, trusts_settings=True).rewards.functions == ("evil:f",)
+
+
+@pytest.mark.parametrize("field", ["grpo.num_generations=4", "run.seed=5", "grpo.optim=sgd", "model.lora={}"])
+def test_fixed_field_cannot_change(tmp_path: Path, field: str) -> None:
+    run = recorded_run(tmp_path, "grpo.num_generations=8", "grpo.prompts_per_step=16")
+    with pytest.raises(ConfigError, match="and cannot change in a fork: "):
+        forks.require_same_run(config_of(run, field), run)
+    forks.require_same_run(config_of(run, "grpo.beta=0.1", "rewards.boolean_share=0.5"), run)
+
+
+def test_name_is_derived_from_run_step_and_changes() -> None:
+    assert forks.fork_name("math", 40, []) == "math-fork-40"
+    assert (
+        forks.fork_name("math", 40, ["grpo.learning_rate=1e-5", "run.takeover=x"]) == "math-fork-40-learning_rate-1e-5"
+    )
+    long = forks.fork_name("math", 40, [f"rewards.functions=[{'x' * 90}]"])
+    assert long.startswith("math-fork-40-") and len(long) == len("math-fork-40-") + 8
+    assert long != forks.fork_name("math", 40, [f"rewards.functions=[{'y' * 90}]"])
+
+
+def test_folder_of_a_fork_is_written_once(tmp_path: Path) -> None:
+    run, target = recorded_run(tmp_path), RunFolder(str(tmp_path), "fork")
+    forks.prepare_fork(run, None, target, ["grpo.beta=0.1", "run.name=fork"])
+    origin = target.read_json(forks.FORK_FILE)
+    assert (origin["run"], origin["step"], origin["changes"]) == (run.uri, 0, ["grpo.beta=0.1"])
+    forks.prepare_fork(run, None, target, ["grpo.beta=0.1"])  # an interrupted fork goes on
+    with pytest.raises(ConfigError, match="is another fork"):
+        forks.prepare_fork(run, None, target, ["grpo.beta=0.2"])
+    with pytest.raises(ConfigError, match="exists, and is no fork of"):
+        forks.prepare_fork(run, None, run, [])
+    with pytest.raises(ConfigError, match="is the run itself"):
+        forks.require_other_folder(run, RunFolder(str(tmp_path), "run"))
+
+
+def test_replay_saves_the_step_and_reports_to_nobody(tmp_path: Path) -> None:
+    run = recorded_run(tmp_path, "run.trackers=[tensorboard]", "grpo.steps_per_generation=2", "run.trace=true")
+    config = replay_config(config_of(run), run, 5, [])
+    assert (config.run.name, config.grpo.save_steps) == ("run-replay-5", 6)  # steps 5 and 6 share a batch
+    assert (config.run.trackers, config.run.trace, config.run.max_failures) == ((), False, 0)
+    assert replay_config(config_of(run, "run.name=mine"), run, 5, ["run.name=mine"]).run.name == "mine"
+
+
+def test_first_step_of_a_batch() -> None:
+    assert [first_of_batch(step, 3) for step in range(1, 8)] == [1, 1, 1, 4, 4, 4, 7]
+    assert [first_of_batch(step, 1) for step in (1, 2)] == [1, 2]
+
+
+def test_versions_that_differ_are_named() -> None:
+    assert compare_versions({"torch": "2.1", "trl": "1", "old": "3"}, {"torch": "2.2", "trl": "1"}) == {
+        "torch": ("2.1", "2.2")
+    }
