@@ -39,9 +39,9 @@ if TYPE_CHECKING:
         TrainingError,
         VerifierError,
     )
+    from grpo_ray.experiments.run import Run
     from grpo_ray.inference.rollout_function import RolloutPolicy
     from grpo_ray.inference.trajectories import EndpointAccess, RolloutRow, Trajectory
-    from grpo_ray.results.run import Run
     from grpo_ray.rewards.correctness import accuracy_reward
     from grpo_ray.rewards.registry import load_reward
 
@@ -87,7 +87,7 @@ _MODULES = {
     "EndpointAccess": "grpo_ray.inference.trajectories",
     "RolloutPolicy": "grpo_ray.inference.rollout_function",
     "RolloutRow": "grpo_ray.inference.trajectories",
-    "Run": "grpo_ray.results.run",
+    "Run": "grpo_ray.experiments.run",
     "Trajectory": "grpo_ray.inference.trajectories",
     "accuracy_reward": "grpo_ray.rewards.correctness",
     "load_config": "grpo_ray.config.loader",

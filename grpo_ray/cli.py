@@ -607,7 +607,7 @@ def run_replay(arguments: argparse.Namespace) -> int:
 def run_contains(arguments: argparse.Namespace) -> int:
     """Find the problems of a file that the policy of a checkpoint was trained on."""
     from grpo_ray.experiments.tables import print_used_problems
-    from grpo_ray.results.used_problems import find_used_problems
+    from grpo_ray.experiments.used_problems import find_used_problems
 
     columns = None if arguments.columns is None else parse_columns(arguments.columns)
     found = find_used_problems(arguments.checkpoint, arguments.problems, columns)

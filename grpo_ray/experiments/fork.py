@@ -19,8 +19,8 @@ from grpo_ray.driver.summary import RunSummary
 from grpo_ray.errors import ConfigError, DamagedFileError
 from grpo_ray.experiments.branch import find_start, require_sound, write_branch
 from grpo_ray.experiments.fork_fields import require_changeable
+from grpo_ray.experiments.run_comparison import RunComparison, compare_runs, read_contents
 from grpo_ray.pages.report.read import open_run
-from grpo_ray.results.run_comparison import RunComparison, compare_runs, read_contents
 from grpo_ray.storage.checkpoints import CheckpointInfo
 from grpo_ray.storage.lease import RunLease
 from grpo_ray.storage.recorded_config import read_recorded

@@ -1,7 +1,7 @@
 """Replay of a recorded step: the step is computed again from the checkpoint before it, and compared bit for bit.
 
 For bug reports, upgrades of libraries and other machines: a step that gives the same bits was computed by the same
-code on the same numbers; otherwise the first quantity that differs shows where to look (`results/step_difference.py`).
+code on the same numbers; otherwise the first quantity that differs shows where to look (`step_difference.py`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,11 +14,11 @@ from grpo_ray.errors import ConfigError, DataError, TrainingError
 from grpo_ray.experiments.branch import find_start, require_sound, write_branch
 from grpo_ray.experiments.fork import branch_config, require_other_folder, require_same_run, run_folder_of, with_run
 from grpo_ray.experiments.fork_fields import require_changeable
+from grpo_ray.experiments.run_comparison import last_step, read_contents
+from grpo_ray.experiments.step_difference import StepComparison, StepRecord, compare_steps, read_records
 from grpo_ray.observers.feed import RunObserver
 from grpo_ray.pages.report.read import RunData
 from grpo_ray.resilience.nodes import versions
-from grpo_ray.results.run_comparison import last_step, read_contents
-from grpo_ray.results.step_difference import StepComparison, StepRecord, compare_steps, read_records
 from grpo_ray.storage.checkpoints import resume_candidates
 from grpo_ray.storage.lease import RunLease
 from grpo_ray.storage.run_folder import RunFolder

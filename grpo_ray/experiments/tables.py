@@ -7,12 +7,12 @@ from rich.table import Table
 
 from grpo_ray.config.heldout_keys import split_name
 from grpo_ray.driver.tables import wide_console
-from grpo_ray.results.used_problems import UsedProblems
+from grpo_ray.experiments.used_problems import UsedProblems
 from grpo_ray.text.display import one_line, pluralize
 
 if TYPE_CHECKING:  # these import Ray, which `contains` does not need
     from grpo_ray.experiments.replay import Replay
-    from grpo_ray.results.run_comparison import RunComparison
+    from grpo_ray.experiments.run_comparison import RunComparison
 
 EXAMPLES = 20
 """Rows that are printed; the JSON has all of them."""

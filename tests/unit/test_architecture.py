@@ -27,7 +27,6 @@ ORDER = [
     "training",
     "pages",
     "export",
-    "results",
     "observers",
     "driver",
     "experiments",

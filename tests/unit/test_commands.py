@@ -97,10 +97,17 @@ RUN_BY: Mapping[str, str] = {
     ),
     "grpo-ray chaos": "tests/fault_injection/test_chaos.py::test_chaos_command_lists_outcome_of_each_fault",
     "grpo-ray check": f"{COMMANDS}::test_check_of_a_sound_config_passes",
+    "grpo-ray contains": (
+        "tests/unit/experiments/test_used_problems.py::test_contains_command_has_an_exit_status_for_each_outcome"
+    ),
     "grpo-ray eval": "tests/integration/driver/test_run.py::test_eval_several_samples_of_a_problem_differ",
     "grpo-ray export": (
         "tests/integration/export/test_checkpoint.py::test_export_checkpoint_gives_same_logits_and_weights"
     ),
+    "grpo-ray fork": (
+        "tests/integration/experiments/test_experiments.py::test_fork_without_changes_equals_the_run_bit_for_bit"
+    ),
+    "grpo-ray replay": ("tests/integration/experiments/test_experiments.py::test_replay_of_an_untouched_run_is_equal"),
     "grpo-ray report": "tests/integration/driver/test_run.py::test_report_of_a_real_run_makes_a_page",
     "grpo-ray train": (
         "tests/integration/driver/test_run.py::test_sharded_run_from_the_command_line_takes_the_same_steps"

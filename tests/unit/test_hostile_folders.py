@@ -27,6 +27,7 @@ from grpo_ray.data.problem import Problem
 from grpo_ray.driver.preflight.overlong import PolicyTokenizer, _load_once, evaluated_policy, find_overlong
 from grpo_ray.driver.stages import open_checkpoint_of_other_run
 from grpo_ray.errors import CheckpointError, DataError, GrpoRayError
+from grpo_ray.experiments.run import Run
 from grpo_ray.export.checkpoint import find_checkpoint
 from grpo_ray.export.hub import _files_of
 from grpo_ray.models.adapter_folders import base_policy_path
@@ -34,7 +35,6 @@ from grpo_ray.models.embedded_policy import embedded_policy
 from grpo_ray.models.plausible_policy import require_plausible_policy
 from grpo_ray.pages.report.read import open_run
 from grpo_ray.pages.watch.live_run import LiveRun
-from grpo_ray.results.run import Run
 from grpo_ray.storage.checkpoints import load_reward_states, resolve_checkpoint
 from grpo_ray.storage.records.heldout_files import HeldoutFile, read_heldout
 from grpo_ray.storage.run_folder import RunFolder

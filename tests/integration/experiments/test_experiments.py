@@ -15,9 +15,9 @@ from grpo_ray.cli import FOUND, main
 from grpo_ray.data.ledger import Ledger
 from grpo_ray.errors import ConfigError
 from grpo_ray.experiments.fork import fork
-from grpo_ray.experiments.replay import Replay, compare_step, replay
-from grpo_ray.results.run_comparison import read_contents
-from grpo_ray.results.step_difference import QUANTITIES
+from grpo_ray.experiments.replay import compare_step
+from grpo_ray.experiments.run_comparison import read_contents
+from grpo_ray.experiments.step_difference import QUANTITIES
 
 LAST = "checkpoint-000005"
 
@@ -56,20 +56,20 @@ def test_fork_without_changes_equals_the_run_bit_for_bit(
 
 
 @pytest.fixture(scope="module")
-def replayed(cluster: None, reference_run: FinishedRun, tmp_path_factory: pytest.TempPathFactory) -> Replay:
-    """Replay of the last step of the reference run, whose folder is kept."""
+def replayed(cluster: None, reference_run: FinishedRun, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Replay of the last step of the reference run, whose folder is kept: the outcome as JSON."""
     before = contents(reference_run.folder)
     storage = tmp_path_factory.mktemp("replay")
-    outcome = replay(
-        str(reference_run.folder), 5, [f"run.storage_path={storage}"], trusts_settings=True, keeps_folder=True
-    )
+    command = ["replay", str(reference_run.folder), "--step", "5", "--trust-settings", "--keep"]
+    assert main([*command, "--json", str(storage / "outcome.json"), f"run.storage_path={storage}"]) == 0
     assert contents(reference_run.folder) == before
+    outcome: dict[str, Any] = json.loads((storage / "outcome.json").read_text())
     return outcome
 
 
-def test_replay_of_an_untouched_run_is_equal(replayed: Replay) -> None:
-    assert replayed.is_equal and replayed.changed_versions == {}
-    assert dict(replayed.comparison.outcomes) == dict.fromkeys(QUANTITIES, "equal")
+def test_replay_of_an_untouched_run_is_equal(replayed: dict[str, Any]) -> None:
+    assert replayed["is_equal"] and replayed["changed_versions"] == {}
+    assert replayed["comparison"]["outcomes"] == dict.fromkeys(QUANTITIES, "equal")
 
 
 def edit_groups(change: Callable[[dict[str, Any]], None], *, only_sample: bool = False) -> Callable[[Path], None]:
@@ -120,13 +120,12 @@ assert tuple(PLANTED) == QUANTITIES
 
 @pytest.mark.parametrize("quantity", PLANTED)
 def test_replay_finds_a_planted_difference_in_each_quantity(
-    quantity: str, replayed: Replay, reference_run: FinishedRun, tmp_path: Path
+    quantity: str, replayed: dict[str, Any], reference_run: FinishedRun, tmp_path: Path
 ) -> None:
     planted = tmp_path / "run"
     shutil.copytree(reference_run.folder, planted)
     PLANTED[quantity](planted)
-    assert replayed.folder is not None
-    found = compare_step(read_contents(str(planted)), read_contents(replayed.folder), 5, 5).first
+    found = compare_step(read_contents(str(planted)), read_contents(replayed["folder"]), 5, 5).first
     assert found is not None and (found.step, found.quantity) == (5, quantity)
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from grpo_ray.results.step_difference import QUANTITIES, StepRecord, compare_steps, same_bits
+from grpo_ray.experiments.step_difference import QUANTITIES, StepRecord, compare_steps, same_bits
 
 
 def group(problem: str = "a" * 16, **changes: Any) -> dict[str, Any]:

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from grpo_ray.evaluation.paired import PairedComparison, compare_paired
+from grpo_ray.experiments.step_difference import Difference, StepRecord, compare_steps, read_records
 from grpo_ray.pages.report.read import RunData, RunReader, open_run
-from grpo_ray.results.step_difference import Difference, StepRecord, compare_steps, read_records
 from grpo_ray.storage.records.heldout_files import list_heldout_files, read_measurement, read_verdicts
 from grpo_ray.storage.records.rollout_files import list_rollout_files
 

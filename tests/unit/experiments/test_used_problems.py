@@ -18,7 +18,7 @@ from grpo_ray.data.mixture import Draws
 from grpo_ray.data.mixture_ledger import MixtureLedger
 from grpo_ray.data.problem import parse_problem
 from grpo_ray.errors import CheckpointError, ConfigError, DataError
-from grpo_ray.results.used_problems import UsedProblems, find_used_problems
+from grpo_ray.experiments.used_problems import UsedProblems, find_used_problems
 from grpo_ray.storage.checkpoints import RETURNS
 from grpo_ray.storage.records.rollout_files import write_rollouts
 from grpo_ray.storage.run_folder import RunFolder

@@ -11,7 +11,7 @@ from hostile_parquet import BOMBS
 from page_samples import make_group, several_sets_run, write_run
 
 from grpo_ray import ConfigError, DamagedFileError, DataError, Run
-from grpo_ray.results import run as run_module
+from grpo_ray.experiments import run as run_module
 from grpo_ray.storage.records.groups import GroupRecord
 from grpo_ray.storage.records.heldout_files import HeldoutRecord, write_heldout
 
@@ -85,6 +85,7 @@ def test_checkpoints_config_summary_and_events(tmp_path: Path) -> None:
     assert best.metrics["heldout/accuracy"] == pytest.approx(0.9)  # 0.5 + 40 / 100
     assert run.config["grpo"]["learning_rate"] == 3e-4 and run.summary == {"steps": 40} and run.notes == ()
     assert run.events.event.iloc[1] == "began" and run.events.about.iloc[1]["workers"] == 2
+    assert run.events.step.iloc[3:5].tolist() == [1.0, 2.0] and np.isnan(run.events.step.iloc[0])
 
 
 def test_run_without_measured_checkpoints_has_no_best_one(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from grpo_ray.config.schema import RunConfig
 from grpo_ray.errors import ConfigError, DamagedFileError, DataError
 from grpo_ray.pages.report.read import RunData, RunReader, open_run
 from grpo_ray.storage.checkpoints import CheckpointInfo, best_checkpoint
+from grpo_ray.storage.numbers import is_plausible
 from grpo_ray.storage.parquet import MemoryBudget
 from grpo_ray.storage.records.group_columns import drop_empty_conversations, drop_empty_source
 from grpo_ray.storage.records.heldout_files import list_heldout_files, read_heldout
@@ -130,7 +131,10 @@ class Run:
 
     @cached_property
     def events(self) -> "pd.DataFrame":
-        """Events in their order: `event`, `at` (seconds since 1970), and in `about` the kind's own fields as a dict."""
+        """Events in their order: `event`, `at` (seconds since 1970), `step` (NaN: none), and `about`.
+
+        `about` has all fields of the event's kind, in a dict.
+        """
         import pandas as pd
 
         events = self._data.events
@@ -138,6 +142,7 @@ class Run:
             {
                 "event": [each["event"] for each in events],
                 "at": np.array([each["at"] for each in events], dtype=float),
+                "step": np.array([_number(each.get("step")) for each in events], dtype=float),
                 "about": [
                     {name: value for name, value in each.items() if name not in ("event", "at")} for each in events
                 ],
@@ -240,6 +245,10 @@ class Run:
 
 def _describe(checkpoint: CheckpointInfo) -> RunCheckpoint:
     return RunCheckpoint(checkpoint.step, checkpoint.uri, checkpoint.metrics)
+
+
+def _number(value: Any) -> float:
+    return float(value) if is_plausible(value) else np.nan
 
 
 def _values(lists: "pa.ChunkedArray", sizes: NDArray[np.integer], *, is_number: bool) -> NDArray[Any]:
