@@ -27,6 +27,8 @@ from grpo_ray.data.problem import Problem
 from grpo_ray.driver.preflight.overlong import PolicyTokenizer, _load_once, evaluated_policy, find_overlong
 from grpo_ray.driver.stages import open_checkpoint_of_other_run
 from grpo_ray.errors import CheckpointError, DataError, GrpoRayError
+from grpo_ray.experiments.branch import find_start, require_sound
+from grpo_ray.experiments.fork import branch_config
 from grpo_ray.experiments.run import Run
 from grpo_ray.export.checkpoint import find_checkpoint
 from grpo_ray.export.hub import _files_of
@@ -139,8 +141,34 @@ def main_status(arguments: list[str]) -> None:
     assert main(arguments) in (0, 2)
 
 
+def contains(run: Path) -> str:
+    problems = run.parent / "problems.jsonl"
+    problems.write_text('{"prompt": "1 + 1", "solution": "2"}\n')
+    main_status(["contains", str(run / CHECKPOINT), str(problems)])
+    problems.unlink()
+    return ""
+
+
+def fork(run: Path) -> str:
+    """Do what `grpo-ray fork` does with the folder before it trains."""
+    try:
+        source = open_run(str(run))
+        branch_config(source, [], config_path=None, trusts_settings=False)
+        checkpoint = find_start(source, 2)
+        assert checkpoint is not None
+        require_sound(checkpoint)
+    except GrpoRayError as error:
+        return str(error)
+    return ""
+
+
 READERS: dict[str, Callable[[Path], str]] = {"report": report, "watch": watch, "python": in_python}
-LOADERS: dict[str, Callable[[Path], str]] = {"eval": evaluate, "export": export, "from_checkpoint": begin_with}
+LOADERS: dict[str, Callable[[Path], str]] = {
+    "eval": evaluate,
+    "export": export,
+    "from_checkpoint": begin_with,
+    "fork": fork,
+}
 
 
 def shown(command: Callable[[Path], str], run: Path, capsys: pytest.CaptureFixture[str]) -> str:
@@ -220,7 +248,7 @@ def test_unusual_file_is_refused_by_every_command(
     file, plant, message = PLANTS[name]
     plant(run / file)
     before = sorted(run.rglob("*"))
-    for command in (*READERS.values(), *LOADERS.values(), resume):
+    for command in (*READERS.values(), *LOADERS.values(), contains, resume):
         require_line(shown(command, run, capsys), f"run/{file}", message)
     assert sorted(run.rglob("*")) == before and not (tmp_path / "created.jsonl").exists()
 

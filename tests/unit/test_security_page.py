@@ -63,6 +63,11 @@ TESTS: Mapping[str, tuple[str, ...]] = {
         f"{FOLDER}::test_eval_opens_no_unusual_protocol_of_the_run_folder",
         f"{FOLDER}::test_eval_of_a_part_of_training_opens_no_unusual_protocol",
     ),
+    "folder-training": (
+        f"{FOLDER}::test_fork_and_replay_ask_for_trust_in_settings_that_run_code",
+        f"{FOLDER}::test_fork_and_replay_take_harmless_settings_without_trust",
+        "unit/experiments/test_fork.py::test_recorded_code_needs_trust",
+    ),
     "folder-pickle": (
         f"{FOLDER}::test_ledger_with_pickled_objects_raises",
         f"{FOLDER}::test_reward_states_are_read_as_json_only",
