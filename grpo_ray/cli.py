@@ -636,14 +636,15 @@ def sort_overrides(arguments: argparse.Namespace) -> None:
     if "overrides" not in arguments:
         return
     field = next(name for name in ("checkpoint", "source", "config") if name in arguments)
+    noun = "run" if field == "source" else field
     words = [word for word in (getattr(arguments, field), *arguments.overrides) if word is not None]
     files = [word for word in words if not is_override(word)]
     if len(files) > 1:
         raise ConfigError(
-            f"{files[1]!r} is neither the only {field} nor an override; give one {field}, and overrides as {OVERRIDE}"
+            f"{files[1]!r} is neither the only {noun} nor an override; give one {noun}, and overrides as {OVERRIDE}"
         )
     if not files and arguments.requires_file:
-        raise ConfigError(f"there is no {field}; give one before or after the overrides")
+        raise ConfigError(f"there is no {noun}; give one before or after the overrides")
     setattr(arguments, field, files[0] if files else None)
     arguments.overrides = [word for word in words if is_override(word)]
 

@@ -80,13 +80,22 @@ def write_branch(source: RunFolder, checkpoint: CheckpointInfo | None, target: R
     Args:
         checkpoint: one of the run's; None: a branch at step 0.
         target: folder without files of a run.
+
+    Raises:
+        CheckpointError: the run deletes the checkpoint meanwhile.
     """
     step = 0 if checkpoint is None else checkpoint.step
     patterns = AT_THE_START if checkpoint is None else (*COPIED, f"{checkpoint.name}/*")
     names = [name for name in source.file_sizes() if _is_of_branch(name, patterns, step)]
     # The manifest last: without it the folder has no checkpoint.
     for name in sorted(names, key=lambda name: (name.endswith(f"/{MANIFEST}"), name)):
-        _copy(source, target, name)
+        try:
+            _copy(source, target, name)
+        except FileNotFoundError:
+            raise CheckpointError(
+                f"{source.uri_of(*name.split('/'))} was deleted while it was copied: the run goes on, and keeps "
+                f"run.keep_checkpoints of its checkpoints; delete {target.uri}, and begin with another step"
+            ) from None
     drop_rollouts_after(target, step)
     drop_heldout_after(target, step)
     metrics = MetricsFile(target)

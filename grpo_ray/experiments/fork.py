@@ -6,7 +6,7 @@ is the effect of the settings. A fork without changes equals the original, on th
 
 import hashlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,6 +22,7 @@ from grpo_ray.experiments.fork_fields import require_changeable
 from grpo_ray.experiments.run_comparison import RunComparison, compare_runs, read_contents
 from grpo_ray.pages.report.read import open_run
 from grpo_ray.storage.checkpoints import CheckpointInfo
+from grpo_ray.storage.lease import FOLDER as LEASE_FOLDER
 from grpo_ray.storage.lease import RunLease
 from grpo_ray.storage.recorded_config import read_recorded
 from grpo_ray.storage.run_folder import RunFolder
@@ -74,7 +75,7 @@ def fork(
     config = branch_config(source, overrides, config_path=config_path, trusts_settings=trusts_settings)
     if not any(override.startswith("run.name=") for override in overrides):
         config = with_run(config, name=fork_name(source.name, step, overrides))
-    require_same_run(config, source)
+    require_same_run(config, source, step)
     target = run_folder_of(config)
     require_other_folder(source, target)
     prepare_fork(source, checkpoint, target, overrides)
@@ -98,7 +99,7 @@ def prepare_fork(
             if target.read_json(FORK_FILE) != origin:
                 raise ConfigError(f"{target.uri} is another fork; set another run.name")
             return
-        if set(target.file_sizes()) - {name for name in target.file_sizes() if name.startswith("driver/")}:
+        if any(not name.startswith(f"{LEASE_FOLDER}/") for name in target.file_sizes()):
             raise ConfigError(
                 f"{target.uri} exists, and is no fork of {source.uri}, or an incomplete one; delete it, or set another "
                 "run.name"
@@ -152,14 +153,21 @@ def branch_config(
     return load_config(source.uri_of(RECORDED_CONFIG), overrides, settings=settings)
 
 
-def require_same_run(config: Config, source: RunFolder) -> None:
+def require_same_run(config: Config, source: RunFolder, step: int) -> None:
     """Refuse a config that changes a field which cannot change while a run continues (`resume_fields.FIXED`).
+
+    Args:
+        step: step that the branch begins at.
 
     Raises:
         ConfigError: with the field, both values and the reason.
+        DamagedFileError: the recorded config cannot be read.
     """
-    recorded: Mapping[str, Any] = read_recorded(source)
-    for changed in changed_fields(config, recorded):
+    if not source.exists(RECORDED_CONFIG):
+        return
+    for changed in changed_fields(config, read_recorded(source)):
+        if step and changed.name == "model.path":
+            continue  # the policy may have moved: the driver compares its contents (`check_same_run`)
         raise ConfigError(
             f"{changed}, the value of the run {source.uri}, and cannot change in a fork: {changed.reason}; set "
             f"{changed.name}={changed.old}, or begin a run of its own (run.from_checkpoint)"

@@ -106,13 +106,13 @@ def replay(
     if not 1 <= step <= last_step(recorded):
         raise ConfigError(f"--step {step}: {source.uri} has recorded the steps 1 to {last_step(recorded)}")
     config = branch_config(source, overrides, config_path=config_path, trusts_settings=trusts_settings)
-    require_same_run(config, source)
-    config = replay_config(config, source, step, overrides)
-    target = run_folder_of(config)
-    require_other_folder(source, target)
     first = first_of_batch(step, config.steps_per_batch)
     kept = (each.step for each in resume_candidates(source, "latest", ""))
     start = max((each for each in kept if each < first), default=0)
+    require_same_run(config, source, start)
+    config = replay_config(config, source, step, overrides)
+    target = run_folder_of(config)
+    require_other_folder(source, target)
     checkpoint = find_start(source, start)
     if target.exists():
         raise ConfigError(f"{target.uri} exists; delete it, or set another run.name")

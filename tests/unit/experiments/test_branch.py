@@ -76,6 +76,17 @@ def test_branch_at_the_start_has_no_checkpoint(run: RunFolder, tmp_path: Path) -
     assert set(target.file_sizes()) == {"unverifiable.json", "overlong.json", "verdicts/1.json", "heldout_before.json"}
 
 
+def test_checkpoint_that_the_run_deletes_meanwhile_is_named(
+    run: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = run.file_sizes()
+    monkeypatch.setattr(RunFolder, "file_sizes", lambda self: sizes)  # as they were before
+    checkpoint = find_start(run, 4)
+    Path(run.path("checkpoint-000004", "optimizer.bin")).unlink()
+    with pytest.raises(CheckpointError, match=r"checkpoint-000004/optimizer\.bin was deleted while it was copied"):
+        write_branch(run, checkpoint, RunFolder(str(tmp_path), "branch"))
+
+
 def test_step_without_a_kept_checkpoint_is_refused(run: RunFolder) -> None:
     with pytest.raises(CheckpointError, match="has no checkpoint of step 3; steps with a checkpoint: 2, 4, 6"):
         find_start(run, 3)

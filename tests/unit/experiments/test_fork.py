@@ -81,8 +81,15 @@ def test_recorded_code_needs_trust(tmp_path: Path) -> None:
 def test_fixed_field_cannot_change(tmp_path: Path, field: str) -> None:
     run = recorded_run(tmp_path, "grpo.num_generations=8", "grpo.prompts_per_step=16")
     with pytest.raises(ConfigError, match="and cannot change in a fork: "):
-        forks.require_same_run(config_of(run, field), run)
-    forks.require_same_run(config_of(run, "grpo.beta=0.1", "rewards.boolean_share=0.5"), run)
+        forks.require_same_run(config_of(run, field), run, 4)
+    forks.require_same_run(config_of(run, "grpo.beta=0.1", "rewards.boolean_share=0.5"), run, 4)
+
+
+def test_policy_may_have_moved_but_not_before_the_first_checkpoint(tmp_path: Path) -> None:
+    run = recorded_run(tmp_path, "model.path=/policies/a")
+    forks.require_same_run(config_of(run, "model.path=/policies/b"), run, 4)  # the driver compares the contents
+    with pytest.raises(ConfigError, match=r"model\.path=/policies/b differs from /policies/a"):
+        forks.require_same_run(config_of(run, "model.path=/policies/b"), run, 0)
 
 
 def test_name_is_derived_from_run_step_and_changes() -> None:
