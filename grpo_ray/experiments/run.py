@@ -23,7 +23,7 @@ from grpo_ray.pages.report.read import RunData, RunReader, open_run
 from grpo_ray.storage.checkpoints import CheckpointInfo, best_checkpoint
 from grpo_ray.storage.numbers import is_plausible
 from grpo_ray.storage.parquet import MemoryBudget
-from grpo_ray.storage.records.group_columns import drop_empty_conversations, drop_empty_source
+from grpo_ray.storage.records.group_columns import drop_empty_source
 from grpo_ray.storage.records.heldout_files import list_heldout_files, read_heldout
 from grpo_ray.storage.records.rollout_files import read_steps
 
@@ -221,8 +221,6 @@ class Run:
         for file in list_heldout_files(self._folder, key):
             if file.step >= first and (last is None or file.step <= last):
                 table = budget.take(read_heldout(self._folder, file), self._folder.uri_of(*file.name.split("/")))
-                if "turns" in table.column_names:
-                    table = drop_empty_conversations(table)
                 frame = table.to_pandas()
                 frame.insert(0, "step", file.step)
                 frames.append(frame)

@@ -50,8 +50,7 @@ def print_comparison(comparison: "RunComparison") -> None:
     steps = Table("step", "problems", "reward of the run", "reward of the fork", "difference")
     shown = comparison.rewards[:: max(1, -(-len(comparison.rewards) // EXAMPLES))]
     for each in shown:
-        known = each.original is not None and each.fork is not None
-        difference = f"{each.fork - each.original:+.3f}" if known else "-"
+        difference = "-" if each.original is None or each.fork is None else f"{each.fork - each.original:+.3f}"
         steps.add_row(str(each.step), str(each.problems), _number(each.original), _number(each.fork), difference)
     if shown:
         console.print(steps, highlight=False)
@@ -82,7 +81,7 @@ def print_comparison(comparison: "RunComparison") -> None:
             highlight=False,
         )
     else:
-        console.print(escape(f"first difference: {comparison.first_difference}"), highlight=False)
+        console.print(escape(one_line(f"first difference: {comparison.first_difference}")), highlight=False)
 
 
 def print_replay(outcome: "Replay") -> None:
@@ -93,7 +92,7 @@ def print_replay(outcome: "Replay") -> None:
         table.add_row(quantity, result)
     console.print(table, highlight=False)
     for name, (recorded, current) in outcome.changed_versions.items():
-        console.print(escape(f"{name}: recorded with {recorded}, replayed with {current}"), highlight=False)
+        console.print(escape(one_line(f"{name}: recorded with {recorded}, replayed with {current}")), highlight=False)
     where = f"step {outcome.comparison.step}, computed again from " + (
         f"the checkpoint of step {outcome.start}" if outcome.start else "the start of the run"
     )
@@ -103,8 +102,10 @@ def print_replay(outcome: "Replay") -> None:
     else:
         console.print(
             escape(
-                f"{where}, differs first in its {first.quantity}: {first.where}: recorded {first.recorded}, replayed "
-                f"{first.other}"
+                one_line(
+                    f"{where}, differs first in its {first.quantity}: {first.where}: recorded {first.recorded}, "
+                    f"replayed {first.other}"
+                )
             ),
             highlight=False,
         )
