@@ -32,7 +32,7 @@ QUANTITIES: tuple[Quantity, ...] = ("problem", "prompt", "tokens", "reward", "ad
 GRADIENT = "learner/gradient_norm"
 OPTIMIZER_PREFIX = "shards/optimizer"
 """Folder of a sharded checkpoint whose files are not weights of the policy."""
-VALUE_CHARS = 120
+VALUE_CHARS = 80
 """Characters of a value that a difference shows."""
 
 
