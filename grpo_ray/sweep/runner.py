@@ -15,6 +15,7 @@ from ray.util.placement_group import remove_placement_group
 from grpo_ray.config.schema import Config
 from grpo_ray.config.sweep_file import SweepConfig, load_sweep
 from grpo_ray.driver.cluster.connection import ClusterWatch, connect, require_resources, run_resources
+from grpo_ray.driver.cluster.warm_start import end_warm_start
 from grpo_ray.errors import ConfigError, GrpoRayError, TakenRunError, TrainingError
 from grpo_ray.resilience.error_triage import describe_worker_error
 from grpo_ray.resilience.hangup import survives_hangup
@@ -62,7 +63,7 @@ class _Running:
     summary: Any
     """Reference of the contents of `summary.json`."""
     config: Config
-    since: float
+    since: int
     """Step that the launch began with."""
 
 
@@ -222,6 +223,10 @@ class SweepRunner:
         for config in {repr(config.cluster): config for config in configs}.values():
             if notice := require_resources(config):
                 self.screen.notice(notice)
+        if any(config.rollout.has_conversations for config in configs):
+            # Code of a policy is about to run in processes of this user (`driver/cluster/warm_start.py`). A run by
+            # itself waits until its workers have started; here others start later.
+            end_warm_start()
         free = ray.available_resources()
         self._capacity = {name: free.get(name, 0.0) for name in ("CPU", "GPU")}
         self._board = ray.remote(num_cpus=0)(SweepBoard).remote()
@@ -381,10 +386,10 @@ class SweepRunner:
             stopped = ray.get(running.summary)["stopped"]
             if stopped not in (None, STOPPED, "run.pause_at"):
                 reason = f"stopped by {stopped}"  # a warning of `run.stop_on`
-        except TakenRunError as error:  # an earlier driver has lost its sweep, and is about to end
-            reason, may_return = str(error), True
+        except TakenRunError as error:  # the driver of a sweep that was killed is about to end
+            reason, may_return = _first_line(error), True
         except GrpoRayError as error:
-            reason = str(error).splitlines()[0]
+            reason = _first_line(error)
         except ray.exceptions.RayActorError:
             reason, may_return = "its driver has ended without a result", True
         except ray.exceptions.RayError as error:  # an error of any library in the driver
@@ -395,10 +400,11 @@ class SweepRunner:
         self._refresh(name)
         if reason is not None:
             self._free_resources()
-        has_advanced = facts.step > running.since
-        facts.lost_drivers = 0 if has_advanced or reason is None else facts.lost_drivers + 1
+        if reason is None and facts.step == running.since and self.state.record(name).standing == "active":
+            reason, may_return = "its driver has ended without a step", True
         if reason is None:
             return
+        facts.lost_drivers = 0 if facts.step > running.since else facts.lost_drivers + 1
         if may_return and facts.lost_drivers <= MAX_LOST_DRIVERS:
             facts.retry_at = time.monotonic() + RETRY_SECONDS
             self.screen.notice(f"{name}: {reason}; it is launched again from step {facts.step}")
@@ -503,3 +509,8 @@ class SweepRunner:
             page=page,
             stopped=self._stop.received,
         )
+
+
+def _first_line(error: GrpoRayError) -> str:
+    """Return the first line of an error of a driver; Ray puts a traceback before it, and the error itself in `cause`."""
+    return str(getattr(error, "cause", error)).splitlines()[0]

@@ -1,13 +1,16 @@
 """Tests of the trials of a sweep file: grids, lists, draws, and the config of each."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from grpo_ray.config.sweep_file import SweepConfig
+from grpo_ray.config.sweep_file import DrawConfig, RungsConfig, SweepConfig, load_sweep
 from grpo_ray.errors import ConfigError
 from grpo_ray.sweep.trials import Trial, TrialConfigs, draw_values, list_trials
+
+ROOT = Path(__file__).parents[3]
 
 
 def sweep(**fields: Any) -> SweepConfig:
@@ -77,6 +80,24 @@ def test_metric_of_the_rungs_ranks_the_checkpoints_of_every_trial() -> None:
     assert configs.config_of(Trial(name="a", overrides={})).ranking_metric == "reward/mean"
     with pytest.raises(ConfigError, match=r"run\.best_metric=loss must be one of"):
         TrialConfigs(None, [], "rates", "loss")
+
+
+def test_example_has_four_trials(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    sweep = load_sweep("jobs/sweeps/arithmetic.yaml")
+    configs = TrialConfigs(sweep.base, [], sweep.name or "")
+    found = [configs.config_of(trial) for trial in list_trials(sweep)]
+    assert [config.grpo.learning_rate for config in found] == [1e-4, 3e-4, 1e-3, 3e-3]
+    assert sweep.rungs is not None and sweep.rungs.steps[-1] < found[0].grpo.max_steps
+
+
+def test_page_describes_every_key() -> None:
+    page = (ROOT / "docs" / "experiments.md").read_text(encoding="utf-8")
+    rows = " ".join(line.split("|")[1] for line in page.splitlines() if line.startswith("| `"))
+    names = [field.name for field in dataclasses.fields(SweepConfig)]
+    assert [name for name in names if f"`{name}" not in rows] == []
+    for each in (DrawConfig, RungsConfig):
+        assert all(field.name in rows for field in dataclasses.fields(each))
 
 
 def test_mistake_of_a_trial_names_it() -> None:
