@@ -139,10 +139,14 @@ def orphaned_placement_groups() -> list[PlacementGroup]:
     accessor = state._connect_and_get_accessor()
     groups = map(PlacementGroupTableData.FromString, accessor.get_placement_group_table())
     job = bytes.fromhex(ray.get_runtime_context().get_job_id())
+    no_actor = (b"", ray.ActorID.nil().binary())  # of a group that this process has created
     return [
         PlacementGroup(ray.PlacementGroupID(group.placement_group_id))
         for group in groups
-        if group.creator_job_id == job and group.creator_actor_dead and group.state != PlacementGroupTableData.REMOVED
+        if group.creator_job_id == job
+        and group.creator_actor_id not in no_actor
+        and group.creator_actor_dead
+        and group.state != PlacementGroupTableData.REMOVED
     ]
 
 

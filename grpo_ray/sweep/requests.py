@@ -17,7 +17,7 @@ from grpo_ray.config.yaml_documents import YamlError, parse_yaml
 from grpo_ray.errors import ConfigError, DamagedFileError
 from grpo_ray.storage.run_folder import RECORD_BYTES, RunFolder
 from grpo_ray.sweep.state import SweepState, TrialRecord
-from grpo_ray.sweep.trials import Trial
+from grpo_ray.sweep.trials import SweepTrial
 
 FOLDER = "requests"
 Action = Literal["stop", "resume", "clone"]
@@ -25,7 +25,7 @@ ACTIONS: tuple[Action, ...] = ("stop", "resume", "clone")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class SweepRequest:
     """Request of the user."""
 
     action: Action
@@ -34,10 +34,10 @@ class Request:
     """Changed settings of a clone: key of the config -> value."""
 
 
-_ADAPTER: TypeAdapter[Request] = TypeAdapter(Request)
+_ADAPTER: TypeAdapter[SweepRequest] = TypeAdapter(SweepRequest)
 
 
-def parse_request(action: str, words: Sequence[str]) -> Request:
+def parse_request(action: str, words: Sequence[str]) -> SweepRequest:
     """Return the request of the words after `grpo-ray sweep ACTION SWEEP`: a trial, and overrides for a clone.
 
     Raises:
@@ -58,10 +58,10 @@ def parse_request(action: str, words: Sequence[str]) -> Request:
             values[key] = parse_yaml(value)
         except YamlError:  # free text
             values[key] = value
-    return Request(action=next(each for each in ACTIONS if each == action), trial=trials[0], overrides=values)
+    return SweepRequest(action=next(each for each in ACTIONS if each == action), trial=trials[0], overrides=values)
 
 
-def write_request(folder: RunFolder, request: Request) -> str:
+def write_request(folder: RunFolder, request: SweepRequest) -> str:
     """Write a request to the folder of a sweep; return its id."""
     # The time first: requests are carried out in the order of their names.
     request_id = f"{time.time_ns():020d}-{secrets.token_hex(4)}"
@@ -70,9 +70,9 @@ def write_request(folder: RunFolder, request: Request) -> str:
     return request_id
 
 
-def read_requests(folder: RunFolder) -> list[tuple[str, Request | None]]:
+def read_requests(folder: RunFolder) -> list[tuple[str, SweepRequest | None]]:
     """Return the ids and contents of the pending requests, the oldest first; None for a file that cannot be read."""
-    requests: list[tuple[str, Request | None]] = []
+    requests: list[tuple[str, SweepRequest | None]] = []
     for name in sorted(name for name in folder.file_sizes(FOLDER) if name.endswith(".json")):
         try:
             content = folder.read_json(FOLDER, name, limit=RECORD_BYTES)
@@ -89,7 +89,7 @@ def delete_request(folder: RunFolder, request_id: str) -> None:
     folder.delete_file(FOLDER, f"{request_id}.json")
 
 
-def apply_request(state: SweepState, request: Request) -> tuple[SweepState, str]:
+def apply_request(state: SweepState, request: SweepRequest) -> tuple[SweepState, str]:
     """Return the state after a request, and a line for the user.
 
     Raises:
@@ -107,7 +107,9 @@ def apply_request(state: SweepState, request: Request) -> tuple[SweepState, str]
         if record.standing == "active":
             raise ConfigError(f"{name} is active already")
         return state.with_standing(name, "active"), f"{name}: continues"
-    clone = Trial(name=clone_name(state, name), overrides={**record.trial.overrides, **request.overrides}, parent=name)
+    clone = SweepTrial(
+        name=clone_name(state, name), overrides={**record.trial.overrides, **request.overrides}, parent=name
+    )
     return state.with_record(TrialRecord(trial=clone)), f"{name}: cloned as {clone.name} with {clone.text}"
 
 

@@ -28,8 +28,8 @@ from grpo_ray.sweep import requests as user_requests
 from grpo_ray.sweep.board import SweepBoard, TrialActivity
 from grpo_ray.sweep.halving import choose
 from grpo_ray.sweep.results import TrialResult, rank_trials, write_page, write_results
-from grpo_ray.sweep.schedule import Launch, TrialProgress, is_due, next_rung, plan_launches
-from grpo_ray.sweep.state import Decision, SweepState, TrialRecord, begin_state
+from grpo_ray.sweep.schedule import TrialLaunch, TrialProgress, is_due, next_rung, plan_launches
+from grpo_ray.sweep.state import RungDecision, SweepState, TrialRecord, begin_state
 from grpo_ray.sweep.table import SweepScreen, TableRow
 from grpo_ray.sweep.trial_process import STOPPED, start_driver
 from grpo_ray.sweep.trials import TrialConfigs, list_trials
@@ -80,7 +80,7 @@ class _TrialFacts:
 
 
 @dataclass
-class StopRequest:
+class SweepStop:
     """Stop of the whole sweep, requested by a signal: the first one is graceful."""
 
     received: str | None = None
@@ -169,7 +169,7 @@ class SweepRunner:
         """Trial -> its config without pauses."""
         self._facts: dict[str, _TrialFacts] = {}
         self._running: dict[str, _Running] = {}
-        self._stop = StopRequest()
+        self._stop = SweepStop()
         self._lost: str | None = None
         self._activities: Mapping[str, TrialActivity] = {}
         self._capacity: dict[str, float] = {}
@@ -306,7 +306,7 @@ class SweepRunner:
         assert rung is not None and rungs is not None
         values = {each.trial.name: self._facts[each.trial.name].value for each in self.state.active}
         kept = choose(values, rungs.keep)
-        self._write(self.state.with_decision(Decision(step=rung, values=values, kept=kept)))
+        self._write(self.state.with_decision(RungDecision(step=rung, values=values, kept=kept)))
         dropped = [name for name in values if name not in kept]
         self.screen.notice(f"step {rung}: {', '.join(kept)} stay; {', '.join(dropped) or 'none'} dropped")
 
@@ -319,7 +319,7 @@ class SweepRunner:
             for launch in plan_launches(ready, self._rung, self.sweep.turns, free):
                 self._start(launch)
 
-    def _free_places(self, waiting: Sequence[Launch]) -> int:
+    def _free_places(self, waiting: Sequence[TrialLaunch]) -> int:
         """Return how many of the waiting trials, the first ones, may be launched now.
 
         Each trial is counted with all that it may take, so that none waits with its workers for the CPU of Ray Data.
@@ -341,7 +341,7 @@ class SweepRunner:
             count += 1
         return count
 
-    def _start(self, launch: Launch) -> None:
+    def _start(self, launch: TrialLaunch) -> None:
         """Launch a trial."""
         name = launch.name
         record = self.state.record(name)
@@ -423,7 +423,7 @@ class SweepRunner:
                 self._carry_out(request_id, request)
             user_requests.delete_request(self.folder, request_id)
 
-    def _carry_out(self, request_id: str, request: user_requests.Request | None) -> None:
+    def _carry_out(self, request_id: str, request: user_requests.SweepRequest | None) -> None:
         """Carry out one request, and record that."""
         state = self.state.with_request(request_id)
         if request is None:
@@ -512,5 +512,5 @@ class SweepRunner:
 
 
 def _first_line(error: GrpoRayError) -> str:
-    """Return the first line of an error of a driver; Ray puts a traceback before it, and the error itself in `cause`."""
+    """Return the first line of a driver's error; Ray puts a traceback before it, and the error itself in `cause`."""
     return str(getattr(error, "cause", error)).splitlines()[0]

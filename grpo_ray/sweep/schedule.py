@@ -25,7 +25,7 @@ class TrialProgress:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Launch:
+class TrialLaunch:
     """Trial to be launched next."""
 
     name: str
@@ -59,7 +59,7 @@ def goal_of(trial: TrialProgress, rung: int | None) -> int:
 
 def plan_launches(
     trials: Sequence[TrialProgress], rung: int | None, turn: int | None, free: int | None
-) -> list[Launch]:
+) -> list[TrialLaunch]:
     """Return the trials to launch now: those with the fewest steps first, then in the order of the sweep.
 
     Args:
@@ -78,5 +78,5 @@ def plan_launches(
         goal = goal_of(each, rung)
         if takes_turns and turn is not None:
             goal = min(goal, (each.step // turn + 1) * turn)
-        launches.append(Launch(name=each.name, pause_at=None if goal >= each.max_steps else goal))
+        launches.append(TrialLaunch(name=each.name, pause_at=None if goal >= each.max_steps else goal))
     return launches

@@ -12,7 +12,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from grpo_ray.errors import ConfigError, DamagedFileError
 from grpo_ray.storage.run_folder import RECORD_BYTES, RunFolder
-from grpo_ray.sweep.trials import Trial
+from grpo_ray.sweep.trials import SweepTrial
 
 FILE = "sweep.json"
 KEPT_REQUESTS = 1000
@@ -26,7 +26,7 @@ Standing = Literal["active", "stopped", "dropped", "failed"]
 class TrialRecord:
     """A trial and its standing in the sweep."""
 
-    trial: Trial
+    trial: SweepTrial
     standing: Standing = "active"
     reason: str = ""
     """Error of a failed trial; rung of a dropped one."""
@@ -35,7 +35,7 @@ class TrialRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Decision:
+class RungDecision:
     """Comparison of the trials at a rung."""
 
     step: int
@@ -51,7 +51,7 @@ class SweepState:
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     records: tuple[TrialRecord, ...]
-    decisions: tuple[Decision, ...] = ()
+    decisions: tuple[RungDecision, ...] = ()
     requests: tuple[str, ...] = ()
     """Ids of the latest requests that have been carried out."""
 
@@ -80,7 +80,7 @@ class SweepState:
         """Return the state with another standing of a trial."""
         return self.with_record(replace(self.record(name), standing=standing, reason=reason))
 
-    def with_decision(self, decision: Decision) -> "SweepState":
+    def with_decision(self, decision: RungDecision) -> "SweepState":
         """Return the state after a rung: the compared trials that are not kept are dropped."""
         state = replace(self, decisions=(*self.decisions, decision))
         for name in decision.values:
@@ -119,7 +119,7 @@ def read_state(folder: RunFolder) -> SweepState | None:
     return state
 
 
-def begin_state(folder: RunFolder, trials: Sequence[Trial]) -> SweepState:
+def begin_state(folder: RunFolder, trials: Sequence[SweepTrial]) -> SweepState:
     """Return the recorded state of a sweep, or that of a new one.
 
     A failed trial becomes active again: the cause may have been removed.

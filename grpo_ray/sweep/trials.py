@@ -14,7 +14,7 @@ from grpo_ray.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trial:
+class SweepTrial:
     """One run of a sweep."""
 
     name: str
@@ -38,7 +38,7 @@ def format_value(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def list_trials(sweep: SweepConfig) -> list[Trial]:
+def list_trials(sweep: SweepConfig) -> list[SweepTrial]:
     """Return the trials of a sweep file, in order: a grid, a list, or random draws.
 
     Raises:
@@ -52,12 +52,12 @@ def list_trials(sweep: SweepConfig) -> list[Trial]:
     else:
         entries = [dict(entry) for entry in sweep.trials or ()]
     width = max(2, len(str(len(entries))))
-    trials: list[Trial] = []
+    trials: list[SweepTrial] = []
     for number, entry in enumerate(entries, 1):
         name = str(entry.pop(TRIAL_NAME, f"trial-{number:0{width}d}"))
         if any(name == other.name for other in trials):
             raise ConfigError(f"two trials are named {name}; set another name")
-        trials.append(Trial(name=name, overrides=entry))
+        trials.append(SweepTrial(name=name, overrides=entry))
     return trials
 
 
@@ -117,7 +117,7 @@ class TrialConfigs:
         """Parent and name of the sweep's folder."""
         return self.base.run.storage_path, self._name
 
-    def config_of(self, trial: Trial) -> Config:
+    def config_of(self, trial: SweepTrial) -> Config:
         """Return the config of a trial.
 
         Raises:

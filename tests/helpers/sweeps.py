@@ -38,3 +38,19 @@ def wait_for_free_cpus(seconds: float = 120.0) -> None:
             return
         assert time.monotonic() < end, f"still held: {held}"
         time.sleep(0.2)
+
+
+class GroupHolder:
+    """Actor that reserves a CPU, as Ray Train's controller does for its workers."""
+
+    def __init__(self) -> None:
+        from ray.util.placement_group import placement_group
+
+        self.group = placement_group([{"CPU": 1.0}])
+
+    def hold(self) -> Any:
+        """Return the group once it has its CPU."""
+        import ray
+
+        ray.get(self.group.ready())
+        return self.group

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from sweeps import standings, wait_for_free_cpus, write_sweep
 
 from grpo_ray import cli
 from grpo_ray.errors import ConfigError
+from grpo_ray.storage.lease import Driver
+from grpo_ray.storage.run_folder import RunFolder
 from grpo_ray.sweep.runner import run_sweep
 
 HELPERS = Path(__file__).parents[2] / "helpers"
@@ -77,7 +80,23 @@ def test_halved_sweep_leaves_the_survivor_unchanged(
     assert launches(folder / "good") == [0, 3]
 
 
-def test_second_sweep_of_a_folder_and_bad_rungs_are_refused(cluster: None, policy: Path, tmp_path: Path) -> None:
+def test_second_sweep_of_a_folder_is_refused(tmp_path: Path) -> None:
+    path = write_sweep(tmp_path, [f"run.storage_path={tmp_path}"], vary={"run.seed": [1, 2]})
+    folder = RunFolder(str(tmp_path), "rates")
+    other = subprocess.Popen(["sleep", "600"])
+    try:
+        own = asdict(Driver.of_this_process())
+        start_ticks = Path(f"/proc/{other.pid}/stat").read_text().rpartition(")")[2].split()[19]
+        folder.write_json(own | {"pid": other.pid, "process_start": start_ticks}, "driver", "holder.json")
+        folder.write_text("1", "driver", f"{own['id']}.beat")
+        with pytest.raises(ConfigError, match=rf"^the sweep {folder.uri} is running already: host .*, pid {other.pid}"):
+            run_sweep(str(path))
+    finally:
+        other.kill()
+        other.wait()
+
+
+def test_bad_rungs_are_refused_before_anything_begins(policy: Path, tmp_path: Path) -> None:
     settings = [*small_settings("base", tmp_path, policy), "grpo.steps_per_generation=2"]
     path = write_sweep(tmp_path, settings, vary={"run.seed": [1, 2]}, rungs={"steps": [1]})
     with pytest.raises(ConfigError, match=r"trial-01: rungs\.steps=1 must be a multiple of grpo\.steps_per_gen"):

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from grpo_ray.sweep.schedule import Launch, TrialProgress, is_due, next_rung, plan_launches
+from grpo_ray.sweep.schedule import TrialLaunch, TrialProgress, is_due, next_rung, plan_launches
 
 
 def trials(*steps: int, running: str = "", max_steps: int = 10) -> list[TrialProgress]:
@@ -57,8 +57,8 @@ def test_trials_pause_at_the_rung_and_not_at_their_end() -> None:
 
 def test_trial_with_the_fewest_steps_comes_first() -> None:
     assert plan_launches(trials(3, 1, 2, 1), None, None, 2) == [
-        Launch(name="b", pause_at=None),
-        Launch(name="d", pause_at=None),
+        TrialLaunch(name="b", pause_at=None),
+        TrialLaunch(name="d", pause_at=None),
     ]
     assert planned(trials(3, 1, 2, 1), None, None, 0) == {}
 

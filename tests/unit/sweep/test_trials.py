@@ -8,7 +8,7 @@ import pytest
 
 from grpo_ray.config.sweep_file import DrawConfig, RungsConfig, SweepConfig, load_sweep
 from grpo_ray.errors import ConfigError
-from grpo_ray.sweep.trials import Trial, TrialConfigs, draw_values, list_trials
+from grpo_ray.sweep.trials import SweepTrial, TrialConfigs, draw_values, list_trials
 
 ROOT = Path(__file__).parents[3]
 
@@ -30,8 +30,8 @@ def test_grid_has_every_combination_in_order() -> None:
 def test_listed_trials_have_their_names() -> None:
     trials = list_trials(sweep(trials=[{"name": "fast", "grpo.learning_rate": 1e-3}, {"run.seed": 3}]))
     assert trials == [
-        Trial(name="fast", overrides={"grpo.learning_rate": 1e-3}),
-        Trial(name="trial-02", overrides={"run.seed": 3}),
+        SweepTrial(name="fast", overrides={"grpo.learning_rate": 1e-3}),
+        SweepTrial(name="trial-02", overrides={"run.seed": 3}),
     ]
     with pytest.raises(ConfigError, match="two trials are named fast"):
         list_trials(sweep(trials=[{"name": "fast"}, {"name": "fast"}]))
@@ -67,7 +67,7 @@ def test_config_of_a_trial_is_the_base_with_its_overrides(tmp_path: Path) -> Non
     base.write_text(f"run: {{name: mine, storage_path: {tmp_path}}}\ngrpo: {{max_steps: 8, save_steps: 4}}\n")
     configs = TrialConfigs(str(base), ["grpo.max_steps=6"], "rates")
     base.write_text("changed: {}")  # the file is read once
-    trial = Trial(name="trial-01", overrides={"grpo.learning_rate": 1e-5, "rewards.functions": ["correctness"]})
+    trial = SweepTrial(name="trial-01", overrides={"grpo.learning_rate": 1e-5, "rewards.functions": ["correctness"]})
     config = configs.config_of(trial)
     assert (config.run.storage_path, config.run.name, config.run.group) == (f"{tmp_path}/rates", "trial-01", "rates")
     assert (config.grpo.max_steps, config.grpo.save_steps) == (6, 4)
@@ -77,7 +77,7 @@ def test_config_of_a_trial_is_the_base_with_its_overrides(tmp_path: Path) -> Non
 
 def test_metric_of_the_rungs_ranks_the_checkpoints_of_every_trial() -> None:
     configs = TrialConfigs(None, [], "rates", "reward/mean")
-    assert configs.config_of(Trial(name="a", overrides={})).ranking_metric == "reward/mean"
+    assert configs.config_of(SweepTrial(name="a", overrides={})).ranking_metric == "reward/mean"
     with pytest.raises(ConfigError, match=r"run\.best_metric=loss must be one of"):
         TrialConfigs(None, [], "rates", "loss")
 
@@ -103,6 +103,6 @@ def test_page_describes_every_key() -> None:
 def test_mistake_of_a_trial_names_it() -> None:
     configs = TrialConfigs(None, [], "rates")
     with pytest.raises(ConfigError, match=r"^trial-02: grpo\.learning_rate=-1 must be "):
-        configs.config_of(Trial(name="trial-02", overrides={"grpo.learning_rate": -1}))
+        configs.config_of(SweepTrial(name="trial-02", overrides={"grpo.learning_rate": -1}))
     with pytest.raises(ConfigError, match=r"^trial-02-clone-1: trials cannot vary run\.name"):
-        configs.config_of(Trial(name="trial-02-clone-1", overrides={"run.name": "x"}))
+        configs.config_of(SweepTrial(name="trial-02-clone-1", overrides={"run.name": "x"}))
