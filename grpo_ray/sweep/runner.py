@@ -35,9 +35,13 @@ from grpo_ray.sweep.trial_process import STOPPED, start_driver
 from grpo_ray.sweep.trials import TrialConfigs, list_trials
 
 POLL_SECONDS = 0.5
-"""Time between two looks at the trials and at the user's requests."""
+"""Time between two looks at the trials."""
+REQUEST_SECONDS = 2.0
+"""Time between two looks at the user's requests, each of which costs a request to an object store."""
 MAX_LOST_DRIVERS = 3
 """Launches in a row without a new step in which the driver of a trial may end without a result."""
+ORPHAN_SECONDS = 120.0
+"""Time after the end of a driver in which the processes that it has started end too."""
 RETRY_SECONDS = 5.0
 """Time until a trial is launched again whose driver has ended without a result, or is still ending elsewhere."""
 
@@ -174,6 +178,10 @@ class SweepRunner:
         self._activities: Mapping[str, TrialActivity] = {}
         self._capacity: dict[str, float] = {}
         self._board: Any = None
+        self._next_requests = 0.0
+        """Time of the monotonic clock of the next look for requests."""
+        self._orphans_until = 0.0
+        """Time of the monotonic clock until which a driver that has ended by an error may leave resources behind."""
 
     def check(self) -> None:
         """Check the config of every trial before anything starts. Raises GrpoRayError."""
@@ -200,10 +208,13 @@ class SweepRunner:
 
     def run(self) -> SweepSummary:
         """Run the loop until no trial has steps left, or until a signal stops the sweep."""
-        self._connect()
         for name in self.state.names:
             self._refresh(name)
         self._write(self.state)
+        self._carry_out_requests()
+        if not self._has_work():  # the results of an earlier launch
+            return self._finish()
+        self._connect()
         try:
             with self._stop.handling(self.screen.notice), ClusterWatch(self._set_lost):
                 while True:
@@ -211,6 +222,7 @@ class SweepRunner:
                     if not self._running and not self._has_work():
                         break
                     self._wait()
+            self._free_resources()
         finally:
             self._end_drivers()
         return self._finish()
@@ -291,7 +303,11 @@ class SweepRunner:
     def _advance(self) -> None:
         """Take in everything that has happened, and launch what may be launched."""
         self._collect()
-        self._carry_out_requests()
+        if time.monotonic() >= self._next_requests:
+            self._carry_out_requests()
+            self._next_requests = time.monotonic() + REQUEST_SECONDS
+        if time.monotonic() < self._orphans_until:  # the processes of a driver end some time after it
+            self._free_resources()
         if self._stop.received is not None:
             for name in self._running:
                 self._board.request_stop.remote(name)
@@ -399,7 +415,7 @@ class SweepRunner:
         ray.kill(running.actor)
         self._refresh(name)
         if reason is not None:
-            self._free_resources()
+            self._orphans_until = time.monotonic() + ORPHAN_SECONDS
         if reason is None and facts.step == running.since and self.state.record(name).standing == "active":
             reason, may_return = "its driver has ended without a step", True
         if reason is None:
@@ -497,7 +513,6 @@ class SweepRunner:
     def _finish(self) -> SweepSummary:
         """Rank the trials, and write the result and the page."""
         folders = {name: self._trial_folder(name) for name in self.state.names}
-        self._free_resources()
         results = rank_trials(self.state, self._configs, folders)
         self.lease.confirm()
         write_results(self.folder, results, self.state)
