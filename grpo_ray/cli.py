@@ -1,4 +1,4 @@
-"""Command line: `grpo-ray train | chaos | check | eval | export | report | watch | fork | replay | contains`.
+"""Command line: `grpo-ray train | chaos | check | eval | export | report | watch | sweep | fork | replay | contains`.
 
 Each command is one function that takes the parsed arguments and returns the exit status. Heavy libraries are imported
 inside the commands, after the config was read, so that mistakes in it are reported at once.
@@ -218,6 +218,24 @@ def build_parser() -> argparse.ArgumentParser:
     report.add_argument("--out", metavar="FILE.html", help="default: report.html in the run folder")
     report.set_defaults(run=run_report)
 
+    sweep = commands.add_parser(
+        "sweep",
+        help="train several variants of a config and compare them, or control such a sweep",
+        usage=f"grpo-ray sweep FILE.yaml [{OVERRIDE} ...]\n"
+        "       grpo-ray sweep stop SWEEP TRIAL\n"
+        "       grpo-ray sweep resume SWEEP TRIAL\n"
+        f"       grpo-ray sweep clone SWEEP TRIAL [{OVERRIDE} ...]",
+    )
+    sweep.add_argument(
+        "words",
+        nargs="+",
+        metavar="WORD",
+        help="a sweep file and overrides of its base config; or a request to a sweep, by its folder or URI, about one "
+        "of its trials: save it and stop it, continue it, or begin a new trial from its latest checkpoint with other "
+        "settings",
+    )
+    sweep.set_defaults(run=run_sweep_command)
+
     watch = commands.add_parser(
         "watch", help="serve a run's page on this machine, and refresh it while the run goes on"
     )
@@ -287,7 +305,15 @@ def exit_status(summary: "RunSummary", stop_on: Sequence[str]) -> int:
     Args:
         stop_on: `run.stop_on`.
     """
+    from grpo_ray.driver.summary import PAUSED
+
     if summary.stopped is None:
+        return 0
+    if summary.stopped == PAUSED:
+        print(
+            f"paused after step {summary.steps} (run.pause_at); set a later run.pause_at, or null, and run the same "
+            "command to continue"
+        )
         return 0
     if summary.stopped in stop_on:
         print(
@@ -320,7 +346,12 @@ def run_chaos(arguments: argparse.Namespace) -> int:
     workers = config.cluster.max_workers
     faults = plan_faults(arguments.seed, kinds, grpo.max_steps, grpo.save_steps, workers, config.steps_per_batch)
     # A separate run, so that the run of the configured name stays untouched. Every fault may cost two attempts.
-    run = replace(config.run, name=f"{config.run.name}-chaos-{arguments.seed}", max_failures=2 * len(faults))
+    run = replace(
+        config.run,
+        name=f"{config.run.name}-chaos-{arguments.seed}",
+        max_failures=2 * len(faults),
+        pause_at=None,  # faults are drawn from all steps
+    )
     folder = RunFolder(run.storage_path, run.name, run.storage_retry_seconds)
     if folder.exists():
         raise ConfigError(f"{folder.uri} exists, and a run gets its faults only once; set another --seed")
@@ -537,6 +568,47 @@ def run_report(arguments: argparse.Namespace) -> int:
     from grpo_ray.pages.report import write_page
 
     print(write_page(arguments.runs, arguments.out))
+    return 0
+
+
+def run_sweep_command(arguments: argparse.Namespace) -> int:
+    """Run a sweep, or write a request to one. Returns 1 if a trial failed."""
+    words: list[str] = arguments.words
+    if words[0] in ("stop", "resume", "clone") and not os.path.exists(words[0]):
+        return request_of_sweep(words[0], words[1:])
+    files = [word for word in words if not is_override(word)]
+    if len(files) != 1:
+        raise ConfigError(
+            f"grpo-ray sweep takes one sweep file, and overrides as {OVERRIDE}; got {' '.join(files) or 'no file'}"
+        )
+    print("loading libraries", flush=True)
+    from grpo_ray.sweep.runner import run_sweep
+    from grpo_ray.sweep.table import print_results
+
+    summary = run_sweep(files[0], [word for word in words if is_override(word)])
+    print_results(summary)
+    if summary.stopped is not None:
+        print(f"stopped by {summary.stopped}; run the same command to continue")
+        return 128 + signal.Signals[summary.stopped]
+    return 1 if any(record.standing == "failed" for record in summary.records.values()) else 0
+
+
+def request_of_sweep(action: str, words: Sequence[str]) -> int:
+    """Write a request about a trial to the folder of a sweep."""
+    from grpo_ray.storage.run_folder import RunFolder
+    from grpo_ray.storage.uris import split_path
+    from grpo_ray.sweep.requests import apply_request, parse_request, write_request
+    from grpo_ray.sweep.state import read_state
+
+    request = parse_request(action, words[1:])
+    path = words[0] if "://" in words[0] else os.path.abspath(os.path.expanduser(words[0]))
+    folder = RunFolder(*split_path(path))
+    state = read_state(folder)
+    if state is None:
+        raise ConfigError(f"{folder.uri} is not the folder of a sweep; give <run.storage_path>/<name of the sweep>")
+    _, line = apply_request(state, request)  # refuses what has no effect
+    write_request(folder, request)
+    print(f"{line} (once the sweep has read the request; a sweep that has ended reads it when it is run again)")
     return 0
 
 

@@ -17,6 +17,10 @@ class ConfigError(GrpoRayError, ValueError):
     """Settings contradict each other or the cluster; the message names the fields and the fix."""
 
 
+class TakenRunError(ConfigError):
+    """A run has a driver already; the message names it."""
+
+
 class DataError(GrpoRayError, ValueError):
     """A row, file or dataset cannot be used; the message names field, file and row."""
 

@@ -521,12 +521,16 @@ def epochs_have_one_name(config: "Config") -> str | None:
 
 
 def checkpoints_are_between_batches(config: "Config") -> str | None:
-    """Require `grpo.save_steps` and `grpo.max_steps` to be multiples of `grpo.steps_per_generation` x `grpo.epochs`."""
-    for name, steps in (("save_steps", config.grpo.save_steps), ("max_steps", config.grpo.max_steps)):
+    """Require the steps with a checkpoint to be multiples of `grpo.steps_per_generation` x `grpo.epochs`."""
+    for name, steps in (
+        ("grpo.save_steps", config.grpo.save_steps),
+        ("grpo.max_steps", config.grpo.max_steps),
+        ("run.pause_at", config.run.pause_at or 0),
+    ):
         if steps % config.steps_per_batch:
             return (
-                f"grpo.{name}={steps} must be a multiple of {_steps_on_a_batch(config)}, so that no checkpoint is "
-                f"saved in the middle of a batch; try grpo.{name}={_near_multiple(steps, config.steps_per_batch)}"
+                f"{name}={steps} must be a multiple of {_steps_on_a_batch(config)}, so that no checkpoint is "
+                f"saved in the middle of a batch; try {name}={_near_multiple(steps, config.steps_per_batch)}"
             )
     return None
 

@@ -142,6 +142,10 @@ class RunConfig:
     """Checkpoint that a run without checkpoints of its own begins with: a checkpoint of another run, or a run folder,
     whose best checkpoint is used. Policy, optimizer state and used problems are taken over; steps and schedule begin at
     0. null (off): begin with `model.path`."""
+    pause_at: PositiveInt | None = None
+    """Step after which the run is saved, measured and ended, although steps are left: the schedule and everything else
+    depend on `grpo.max_steps`. The same command with a later step, or without the field, continues the run as if it had
+    not been paused. null: off."""
     max_failures: Annotated[int, Field(ge=-1)] = 3
     """Number of times that a failed worker group is restarted from its checkpoint; -1: no limit. The same error at the
     same step twice ends the run regardless of this limit."""
@@ -174,6 +178,9 @@ class RunConfig:
     trackers: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...] = ("tensorboard",)
     """Experiment trackers to which the driver sends the run: tensorboard (event files in the run folder), wandb,
     mlflow, trackio. Each tracker shows one run, across all restarts and resumes (tracking.md). []: off."""
+    group: Annotated[str, Field(min_length=1, max_length=64)] | None = None
+    """Group of the run in W&B, and a tag in the other trackers; `grpo-ray sweep` sets it to the name of the sweep.
+    null: no group."""
     project: Annotated[str, Field(min_length=1)] | None = None
     """Project of the run in W&B and Trackio, and experiment in MLflow. null (derived): WANDB_PROJECT, or
     MLFLOW_EXPERIMENT_NAME, or else "grpo_ray"."""
@@ -942,6 +949,11 @@ class Config:
     def num_iterations(self) -> int:
         """Number of passes over each generation batch: `grpo.epochs`, or TRL's field `num_iterations`."""
         return int(self.grpo.trl.get("num_iterations", self.grpo.epochs))
+
+    @property
+    def last_step(self) -> int:
+        """Step after which a launch ends: `grpo.max_steps`, or an earlier `run.pause_at`."""
+        return min(self.grpo.max_steps, self.run.pause_at or self.grpo.max_steps)
 
     @property
     def steps_per_batch(self) -> int:

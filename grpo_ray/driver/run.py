@@ -24,12 +24,12 @@ from grpo_ray.driver.preflight.checks import run_preflight
 from grpo_ray.driver.preflight.run_context import RunContext
 from grpo_ray.driver.run_observers import build_observers
 from grpo_ray.driver.stages import begin_launch, find_resume_point, index_datasets, prepare_policy
-from grpo_ray.driver.summary import HeldoutSummary, RunSummary, summarize_run
+from grpo_ray.driver.summary import PAUSED, HeldoutSummary, RunSummary, summarize_run
 from grpo_ray.driver.trainer import TrainerPlan
 from grpo_ray.errors import GrpoRayError, RepeatedWorkerError, SupersededError, TrainingError
 from grpo_ray.evaluation.baseline import baseline_metrics, describe_baseline
 from grpo_ray.evaluation.evaluate import evaluate
-from grpo_ray.evaluation.metrics import EvaluationResult, recorded_measures
+from grpo_ray.evaluation.metrics import EvaluationResult, heldout_metrics, recorded_measures
 from grpo_ray.evaluation.records import write_records
 from grpo_ray.observers.feed import RunFeed, RunObserver
 from grpo_ray.observers.follower import RunFiles, RunFollower
@@ -195,9 +195,9 @@ class PreparedRun:
 
     @property
     def has_steps_left(self) -> bool:
-        """False if the run has taken its last step already."""
+        """False if the run has taken its last step, or that of `run.pause_at`, already."""
         resume = self.plan.resume
-        return resume.step < self.config.grpo.max_steps
+        return resume.step < self.config.last_step
 
     def trainer(self) -> PreemptibleTrainer:
         """Build the trainer of this run."""
@@ -208,9 +208,16 @@ class PreparedRun:
         """Name of the signal or of the warning that stopped this launch; None if none did."""
         return self._stop_signals.requested_by
 
-    def request_stop(self) -> None:
-        """Ask the workers to finish the current step, save it and end; from any thread."""
-        self.plan.coordinator.request_stop.remote()
+    def request_stop(self, reason: str | None = None) -> None:
+        """Ask the workers to finish the current step, save it and end; from any thread.
+
+        Args:
+            reason: `RunSummary.stopped` of a run that ends before its last step; None: it counts as not stopped.
+        """
+        if reason is None:
+            self.plan.coordinator.request_stop.remote()
+        else:
+            self._stop_signals.request_stop(reason, f"stopped by {reason}")
 
     def fit(self, trainer: TorchTrainer) -> ray.train.Result:
         """Run `trainer.fit()` while showing progress and writing `metrics.jsonl` and `events.jsonl`.
@@ -230,7 +237,7 @@ class PreparedRun:
         self.feed.event({"event": "launched", "at": self.launched_at})
         try:
             with (
-                RunFollower(self.plan.coordinator, self.feed, self.config.grpo.max_steps) as self._follower,
+                RunFollower(self.plan.coordinator, self.feed, self.config.last_step) as self._follower,
                 self._ends_when_run_or_cluster_is_lost(),
                 self._reward_models(),
                 self._engines(),
@@ -304,14 +311,18 @@ class PreparedRun:
         config, folder, plan = self.config, self.folder, self.plan
         self.lease.confirm()
         if not self.has_steps_left:
-            self.progress.phase(f"the run has taken its {plan.resume.step} steps; raise grpo.max_steps to continue")
+            field = "grpo.max_steps" if plan.resume.step >= config.grpo.max_steps else "run.pause_at"
+            self.progress.phase(f"the run has taken its {plan.resume.step} steps; raise {field} to continue")
         if self._has_trained:  # a launch that took no step deletes nothing
             checkpoint_upload.clear_unfinished(folder)
             checkpoints.prune_checkpoints(folder, config.ranking_metric, config.run.keep_checkpoints)
         stored = checkpoints.list_checkpoints(folder)
-        best = checkpoints.best_checkpoint(stored, config.ranking_metric)
         is_complete = bool(stored) and stored[-1].step >= config.grpo.max_steps
         stopped_by = None if is_complete else self.stopped_by
+        is_paused = not is_complete and not stopped_by and bool(stored) and stored[-1].step >= config.last_step
+        if is_paused and self._measure_paused(stored[-1]):
+            stored = checkpoints.list_checkpoints(folder)
+        best = checkpoints.best_checkpoint(stored, config.ranking_metric)
         after = {} if best is None else self._heldout_measures(best, measure_others=not stopped_by)
         seconds = time.time() - self.launched_at
         before = plan.baseline.read() if stopped_by else self.measure_heldout_before()
@@ -323,10 +334,27 @@ class PreparedRun:
             )
             for key, fingerprint in plan.indexes.heldout_fingerprints.items()
         }
-        summary = summarize_run(config, folder, heldout, seconds, stopped_by)
+        summary = summarize_run(config, folder, heldout, seconds, stopped_by or (PAUSED if is_paused else None))
         folder.write_json(asdict(summary), "summary.json")
         self.feed.finished(asdict(summary))
         return summary
+
+    def _measure_paused(self, checkpoint: CheckpointInfo) -> bool:
+        """Measure the checkpoint of `run.pause_at`, unless it has been measured; return True if it was measured now.
+
+        A stop or a preemption at the same step has saved it without measuring.
+        """
+        conditions = self.plan.heldout_conditions
+        if checkpoint.measured_on == conditions:
+            return False
+        results = self._evaluate(checkpoint.folder.address_of(checkpoint.name), list(conditions))
+        metrics = heldout_metrics(results, self.config.primary_heldout)
+        write_records(self.folder, checkpoint.step, results, policy=checkpoint.name, conditions=conditions)
+        measured = {"metrics": metrics, "measured_on": conditions}
+        self.folder.write_json(measured, checkpoint.name, checkpoints.MEASURED)
+        self.feed.measured(checkpoint.step, metrics)
+        self.feed.event({"event": "measured", "at": time.time(), "step": checkpoint.step, "metrics": metrics})
+        return True
 
     def _heldout_measures(self, checkpoint: CheckpointInfo, measure_others: bool) -> dict[str, dict[str, float]]:
         """Return the measures of each held-out set that are recorded with a checkpoint, or measured now.

@@ -59,6 +59,7 @@ def _trackers(context: RunContext) -> list[RunObserver]:
             config=dict(flatten(describe_run(config))),
             tags={"model": tag(config.model.path), "data": tag(describe_training(config))},
             folder=folder,
+            group=config.run.group,
         )
 
     trackers_file, events = TrackerFile(folder, config.run.name), EventList(folder)

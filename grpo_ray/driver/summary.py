@@ -15,6 +15,8 @@ from grpo_ray.telemetry.goodput import Goodput, compute_goodput
 from grpo_ray.telemetry.profiler import seconds_by_category, seconds_by_phase
 from grpo_ray.text.redaction import known_secrets, redact_settings
 
+PAUSED = "run.pause_at"
+"""Value of `RunSummary.stopped` for a run that has reached this step."""
 REWARD_ROWS = 10
 """Number of logged steps over which the first, and the last, mean reward is taken."""
 
@@ -53,8 +55,8 @@ class RunSummary:
     best_checkpoint: str | None
     latest_checkpoint: str | None
     stopped: str | None
-    """Name of the signal, or of the warning in `run.stop_on`, that stopped the run before its last step; None if none
-    did."""
+    """Name of the signal, or of the warning in `run.stop_on`, that stopped the run before its last step; `PAUSED` if it
+    has reached `run.pause_at`; None if it has taken all steps."""
     price: Goodput
     """Time lost to failures, restarts and wasted samples."""
     phase_seconds: Mapping[str, float]
@@ -90,7 +92,7 @@ def summarize_run(
     Args:
         heldout: key of each held-out set -> its measures.
         wall_seconds: duration of this launch.
-        stopped: name of the signal or warning that stopped this launch.
+        stopped: name of the signal or warning that stopped this launch, or `PAUSED`.
     """
     # One row at a time: the files of a long run do not fit into memory.
     first_rewards: list[float] = []

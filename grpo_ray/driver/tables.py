@@ -17,7 +17,7 @@ from rich.text import Text
 from grpo_ray.config.heldout_keys import heldout_label, split_name, training_name
 from grpo_ray.config.schema import Config
 from grpo_ray.data.stream import describe_heldout_part
-from grpo_ray.driver.summary import RunSummary, phase_breakdown
+from grpo_ray.driver.summary import PAUSED, RunSummary, phase_breakdown
 from grpo_ray.models.memory import GIB, GPU_CARDS, CardMemory
 from grpo_ray.observers.terminal.live_view import ASCII, MAX_WIDTH, UNICODE, duration
 from grpo_ray.resilience.chaos import FAULT_KINDS, FaultOutcome
@@ -50,7 +50,7 @@ def print_summary(summary: RunSummary) -> None:
         for when, measures in (("before", heldout.before), ("after", heldout.after)):
             accuracy = recorded_measure(measures, ACCURACY_MEASURES)
             value = f"{accuracy or '-'}  ({heldout.problems} problems)"
-            if summary.stopped and not measures:
+            if summary.stopped not in (None, PAUSED) and not measures:
                 value = f"not measured: the launch was stopped by {summary.stopped}"
             rows.append((f"{split_name(key)} {when}", value))
     rows.append(("reward", f"{_decimal(summary.reward_first)} -> {_decimal(summary.reward_last)}"))

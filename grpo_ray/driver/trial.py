@@ -49,6 +49,7 @@ def trial_run(config: Config, kind: Literal["attack", "forecast"]) -> RunConfig:
         name=free.name,
         resume="latest",
         takeover=None,
+        pause_at=None,
         max_failures=0,
         best_metric=RunConfig.best_metric,  # another may need the run's own `grpo.logging_steps`
         keep_checkpoints=1,

@@ -148,7 +148,7 @@ def branch_config(
             "--trust-settings if the run is your own, or give your own YAML with --config"
         )
     settings = {name: fields for name, fields in recorded.items() if name != "versions"}
-    run = {"resume": "latest", "takeover": None, "storage_path": parent, "name": source.name}
+    run = {"resume": "latest", "takeover": None, "pause_at": None, "storage_path": parent, "name": source.name}
     settings["run"] = settings.get("run", {}) | run
     return load_config(source.uri_of(RECORDED_CONFIG), overrides, settings=settings)
 

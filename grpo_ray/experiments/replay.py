@@ -4,27 +4,23 @@ For bug reports, upgrades of libraries and other machines: a step that gives the
 code on the same numbers; otherwise the first quantity that differs shows where to look (`step_difference.py`).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from grpo_ray.config.schema import Config, RunConfig
-from grpo_ray.driver.run import prepare
+from grpo_ray.config.schema import Config
+from grpo_ray.driver.run import train
 from grpo_ray.errors import ConfigError, DataError, TrainingError
 from grpo_ray.experiments.branch import find_start, require_sound, write_branch
 from grpo_ray.experiments.fork import branch_config, require_other_folder, require_same_run, run_folder_of, with_run
 from grpo_ray.experiments.fork_fields import require_changeable
 from grpo_ray.experiments.run_comparison import last_step, read_contents
 from grpo_ray.experiments.step_difference import StepComparison, StepRecord, compare_steps, read_records
-from grpo_ray.observers.feed import RunObserver
 from grpo_ray.pages.report.read import RunData
 from grpo_ray.resilience.nodes import versions
 from grpo_ray.storage.checkpoints import resume_candidates
 from grpo_ray.storage.lease import RunLease
 from grpo_ray.storage.run_folder import RunFolder
-
-KEPT = 1000
-"""`run.keep_checkpoints` of a replay: the checkpoint of the step stays, also if the run ends a few steps later."""
 
 
 @dataclass(frozen=True)
@@ -51,29 +47,6 @@ class Replay:
     def to_dict(self) -> dict[str, Any]:
         """Return the outcome in JSON's types."""
         return {**asdict(self), "is_equal": self.is_equal}
-
-
-class StopAfter(RunObserver):
-    """Observer that requests a stop once a step is about to be taken.
-
-    Workers see the request some steps later, so the run may go on for a few steps.
-
-    Args:
-        step: the last step that is needed.
-    """
-
-    def __init__(self, step: int) -> None:
-        self.step_needed = step
-        self.request_stop: Callable[[], None] = lambda: None
-        """Makes the workers finish their step, save it and end; set before training begins."""
-
-    def event(self, entry: Mapping[str, Any]) -> None:
-        if entry["event"] == "training" and entry.get("step", 0) >= self.step_needed - 1:
-            self.request_stop()
-
-    def step(self, row: Mapping[str, Any], at: float) -> None:
-        if row["step"] >= self.step_needed - 1:
-            self.request_stop()
 
 
 def replay(
@@ -121,7 +94,7 @@ def replay(
     try:
         with RunLease.acquire(target, None, print):
             write_branch(source, checkpoint, target)
-        take_steps(config, step)
+        train(config)
         replayed = read_contents(target.address_of())
         if last_step(replayed) < step:
             raise TrainingError(f"the replay ended after step {last_step(replayed)}, before step {step}")
@@ -139,36 +112,25 @@ def replay(
 
 
 def replay_config(config: Config, source: RunFolder, step: int, overrides: Sequence[str]) -> Config:
-    """Return the config of a replay: the run's, in a folder of its own, which saves the step and reports to nobody."""
+    """Return the config of a replay: the run's, in a folder of its own, which ends with the step's generation batch."""
     name = None if any(each.startswith("run.name=") for each in overrides) else f"{source.name}-replay-{step}"
-    config = with_run(
+    return with_run(
         config,
         name=name or config.run.name,
+        # The pause saves the step, so that its weights can be compared.
+        pause_at=first_of_batch(step, config.steps_per_batch) + config.steps_per_batch - 1,
         trackers=(),
         notify=None,
         trace=False,
         stop_on=(),
         max_failures=0,
-        keep_checkpoints=KEPT,
         measure="inline",
-        best_metric=RunConfig.best_metric,  # another may need the run's own `grpo.save_steps`
     )
-    # A step that is saved is logged too. Saving every `save` steps, the replay saves the batch with the step first.
-    save = first_of_batch(step, config.steps_per_batch) + config.steps_per_batch - 1
-    return replace(config, grpo=replace(config.grpo, save_steps=save))
 
 
 def first_of_batch(step: int, steps_per_batch: int) -> int:
     """Return the first step on the generation batch of a step."""
     return step - (step - 1) % steps_per_batch
-
-
-def take_steps(config: Config, step: int) -> None:
-    """Continue the run of a config until it has taken a step, and a few more if the stop comes late."""
-    stop = StopAfter(step)
-    with prepare(config, observers=[stop]) as run:
-        stop.request_stop = run.request_stop
-        run.fit(run.trainer())
 
 
 def compare_step(recorded: RunData, replayed: RunData, step: int, first: int) -> StepComparison:

@@ -16,10 +16,11 @@ from typing import Any
 import ray.train
 from ray._common.utils import get_ray_address_file
 from ray._private import services, worker
-from ray._private.state import available_resources_per_node
+from ray._private.state import available_resources_per_node, state
 from ray._private.utils import detect_fate_sharing_support
 from ray._raylet import RAY_NODE_ID_KEY, GcsClient  # type: ignore[attr-defined]
 from ray.core.generated.autoscaler_pb2 import GetClusterStatusReply
+from ray.core.generated.gcs_pb2 import PlacementGroupTableData
 from ray.train.torch import TorchTrainer
 from ray.train.v2._internal.execution.controller.state import ReschedulingState
 from ray.train.v2._internal.execution.preemption import _get_draining_nodes
@@ -30,6 +31,7 @@ from ray.train.v2._internal.execution.scaling_policy import (
     ScalingDecision,
 )
 from ray.train.v2._internal.execution.worker_group import WorkerGroupPollStatus, WorkerGroupState, WorkerStatus
+from ray.util.placement_group import PlacementGroup
 
 __all__ = [
     "ControlledTrainer",
@@ -49,6 +51,7 @@ __all__ = [
     "free_resources",
     "has_autoscaler",
     "longer_start",
+    "orphaned_placement_groups",
     "own_session",
     "raylet_executable",
     "recorded_cluster",
@@ -125,6 +128,26 @@ def exclude_nodes(node_ids: list[str]) -> dict[str, str]:
 def resources_per_worker(scaling_config: ray.train.ScalingConfig) -> dict[str, float]:
     """Return the resources of one worker with Ray Train's defaults filled in; the public field may be None."""
     return dict(scaling_config._resources_per_worker_not_none)
+
+
+def orphaned_placement_groups() -> list[PlacementGroup]:
+    """Return the placement groups of this process's job whose creators, all of them actors, have ended.
+
+    Ray keeps such a group, and its resources, until the job ends. Ray Train's own cleaner needs the dashboard, and no
+    public function reports the creator.
+    """
+    accessor = state._connect_and_get_accessor()
+    groups = map(PlacementGroupTableData.FromString, accessor.get_placement_group_table())
+    job = bytes.fromhex(ray.get_runtime_context().get_job_id())
+    no_actor = (b"", ray.ActorID.nil().binary())  # of a group that this process has created
+    return [
+        PlacementGroup(ray.PlacementGroupID(group.placement_group_id))
+        for group in groups
+        if group.creator_job_id == job
+        and group.creator_actor_id not in no_actor
+        and group.creator_actor_dead
+        and group.state != PlacementGroupTableData.REMOVED
+    ]
 
 
 def has_autoscaler() -> bool:

@@ -43,7 +43,7 @@ class StopSignals:
         self.received: str | None = None
         """Name of the signal that requested the stop."""
         self.reason: str | None = None
-        """Warning (`run.stop_on`) that requested the stop."""
+        """Warning (`run.stop_on`) or other reason that requested the stop."""
         self.error: Exception | None = None
         """Error that `abort` ends the run with."""
         self._stops_workers = True
@@ -54,12 +54,18 @@ class StopSignals:
         """Warning or signal that requested a graceful stop; None without such a request."""
         return self.reason or self.received
 
-    def request_stop(self, reason: str) -> None:
-        """Request a graceful stop for a warning of `run.stop_on`, from any thread; only the first one counts."""
+    def request_stop(self, reason: str, cause: str | None = None) -> None:
+        """Request a graceful stop from any thread; only the first request counts.
+
+        Args:
+            reason: warning of `run.stop_on`, or another reason that is no signal.
+            cause: begin of the line for the user; None: the warning.
+        """
         if self.reason is None:
             self.reason = reason
             self.coordinator.request_stop.remote()
-            self.notify(f"run.stop_on={reason}: the run stops once the current step is finished and saved")
+            cause = cause or f"run.stop_on={reason}"
+            self.notify(f"{cause}: the run stops once the current step is finished and saved")
 
     def abort(self, error: Exception, *, stops_workers: bool) -> None:
         """End the run with an error, from another thread: interrupts the main thread, which waits for Ray.

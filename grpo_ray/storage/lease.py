@@ -30,7 +30,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Self
 
-from grpo_ray.errors import ConfigError, SupersededError
+from grpo_ray.errors import SupersededError, TakenRunError
 from grpo_ray.storage.retry import single_attempt
 from grpo_ray.storage.run_folder import RunFolder
 
@@ -134,7 +134,8 @@ class RunLease:
             notify: shows the user a line: the reason for a wait, or the driver whose run is taken over.
 
         Raises:
-            ConfigError: another driver has the run, or the folder cannot be written.
+            TakenRunError: another driver has the run.
+            ConfigError: the folder cannot be written.
         """
         is_new = not folder.exists()
         folder.check_writable()
@@ -232,7 +233,7 @@ def _read_beat(folder: RunFolder, driver: Driver) -> str | None:
 
 
 def _require_free(folder: RunFolder, holder: Driver, takeover: str | None, notify: Callable[[str], None]) -> None:
-    """Check that the run's last driver has ended, or is the one to take over from. Raises ConfigError if not."""
+    """Check that the run's last driver has ended, or is the one to take over from. Raises TakenRunError if not."""
     beat = _read_beat(folder, holder)
     if beat is None:
         return
@@ -256,8 +257,8 @@ def _require_free(folder: RunFolder, holder: Driver, takeover: str | None, notif
     folder.delete_file(FOLDER, _beat_file(holder))
 
 
-def _refusal(folder: RunFolder, holder: Driver, evidence: str) -> ConfigError:
-    return ConfigError(
+def _refusal(folder: RunFolder, holder: Driver, evidence: str) -> TakenRunError:
+    return TakenRunError(
         f"run.name={folder.name}: the run {folder.uri} has a driver already: {holder} ({evidence}); set another "
         f"run.name, end that driver, or set run.takeover={holder.id} to stop it and continue the run here"
     )

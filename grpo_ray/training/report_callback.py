@@ -114,7 +114,7 @@ class ReportCallback(TrainerCallback):
             self.target.coordinator.set_status.remote("training")
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Request a save if the run is asked to stop or a node is being preempted, and a log of every saved step.
+        """Request a save at `run.pause_at`, on a request to stop and on a preemption, and a log of every saved step.
 
         Every saved step is logged: its checkpoint is ranked by its metrics, and after a resume these are the only
         metrics of the steps since the last report.
@@ -128,6 +128,8 @@ class ReportCallback(TrainerCallback):
             control.should_save = True
             control.should_training_stop |= stopping
             self._ends_early = True
+        if state.global_step >= self.config.last_step:  # at `grpo.max_steps` transformers ends and saves in any case
+            control.should_save = control.should_training_stop = True
         control.should_log |= control.should_save  # `grpo.logging_steps` need not divide a saved step, nor the last one
 
     def on_log(
@@ -175,7 +177,7 @@ class ReportCallback(TrainerCallback):
 
         self._report_checkpoint(local, row, self._uploader(row, write_files, is_measured=bool(measured)))
         preemption = self.signals.preemption
-        if preemption is not None and preemption.announced and state.global_step < args.max_steps:
+        if preemption is not None and preemption.announced and state.global_step < self.config.last_step:
             preemption.leave()
 
     def on_train_end(

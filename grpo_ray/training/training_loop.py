@@ -67,7 +67,7 @@ class TrainingInputs:
 
 
 def run_training(inputs: TrainingInputs) -> None:
-    """Build the learner with its callbacks and train until `grpo.max_steps`; collective."""
+    """Build the learner with its callbacks and train until `grpo.max_steps` or `run.pause_at`; collective."""
     attempt, checkpoint, run = inputs.attempt, inputs.checkpoint, inputs.attempt.config.run
     profiler = PhaseProfiler(trace=run.trace)
     watchdog = Watchdog(

@@ -18,7 +18,7 @@ from grpo_ray.training.start_point import choose_start, load_ledger, open_checkp
 
 
 def train_worker(settings: dict[str, WorkerSpec]) -> None:
-    """Train until `grpo.max_steps`, from the run's last state; Ray Train's `train_loop_per_worker`."""
+    """Train until the last step, or `run.pause_at`, from the run's last state; Ray Train's `train_loop_per_worker`."""
     attempt = start_attempt(settings["spec"])
     select_device(attempt.config.cluster.use_gpu)
     attempt.set_status("looking for a checkpoint, and verifying it")
@@ -51,7 +51,7 @@ def train_worker(settings: dict[str, WorkerSpec]) -> None:
         )
         history = load_metrics_history(checkpoint) if checkpoint and start.step else deque(maxlen=HISTORY_ROWS)
         announce_start(attempt, start, history)
-        if start.checkpoint is not None and start.step >= attempt.config.grpo.max_steps:
+        if start.checkpoint is not None and start.step >= attempt.config.last_step:
             # A worker died after the last checkpoint was written, but before Ray Train had its report. The trainer
             # would take one more step.
             return

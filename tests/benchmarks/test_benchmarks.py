@@ -386,6 +386,15 @@ def test_bench_confinement_compares_both_levels(tmp_path: Path) -> None:
         assert free > 0 and confined > 0 and ratio > 0
 
 
+@pytest.mark.slow
+def test_bench_sweep_compares_with_full_runs(policy: Path) -> None:
+    sizes = ["grpo.max_steps=2", "grpo.save_steps=2", *SMALL_RUN, "--rates", 1e-4, 1e-3, "--rungs", 1]
+    text = run("bench_sweep.py", f"model.path={policy}", *sizes)
+    sweep, full = numbers(r" +0 +(\d+) s +(\d+) s +\S+ +\S+ +[\d.]+ +-?[\d.]+  True", text)
+    assert sweep > 0 and full > 0
+    assert numbers(r"the best rate was chosen for (\d) of (\d) seeds", text)[1] == 1
+
+
 def test_bench_tools_compares_ours_with_stock_trl(run_forked: Callable[..., str]) -> None:
     # Its tools' folders are not among those of the integration tests, which assert that theirs are removed.
     (row,) = cells(run_forked("bench_tools.py", "--pairs", 1, "--steps", 3, "--delays", "0.1 s"), "0.1 s")

@@ -13,7 +13,11 @@ PAGES = (
     *sorted((ROOT / "docs").glob("*.md")),
 )
 NOTEBOOKS = tuple(sorted((ROOT / "notebooks").glob("*.ipynb")))
-JOBS = (*sorted((ROOT / "jobs").glob("*.py")), *sorted((ROOT / "jobs/configs").glob("*.yaml")))
+JOBS = (
+    *sorted((ROOT / "jobs").glob("*.py")),
+    *sorted((ROOT / "jobs/configs").glob("*.yaml")),
+    *sorted((ROOT / "jobs/sweeps").glob("*.yaml")),
+)
 
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _CODE_SPAN = re.compile(r"(?<!`)`([^`]+)`(?!`)")

@@ -84,6 +84,12 @@ WHOLE_PROGRAMS: Mapping[str, tuple[str, ...]] = {
     "integration/driver/test_sampling_run.py": ("config/sampling.py", "inference", "learner"),
     "integration/driver/test_tool_run.py": ("tools", "processes", "inference", "learner"),
     "integration/observers/trackers/test_tracked_run.py": ("observers/trackers",),
+    "integration/sweep/test_sweep.py": (
+        "config/sweep_file.py",
+        "sweep",
+        "driver/run.py",
+        "resilience/ray_internals.py",
+    ),
     "unit/training/test_run_histories.py": ("data", "storage", "training"),
 }
 """Test file below `tests/` -> packages and files of the package that its runs exercise. Each file without a folder of

@@ -30,6 +30,7 @@ ORDER = [
     "observers",
     "driver",
     "experiments",
+    "sweep",
     "cli",
 ]
 """Packages and top-level modules, lowest first. A module imports only from its own package and from lower ones."""
@@ -76,6 +77,8 @@ AT_IMPORT = {
         "resilience.ray_internals",
         "resilience.signals",
         "storage.checkpoint_upload",
+        "sweep.runner",
+        "sweep.trial_process",
         "training.report_callback",
         "training.start_point",
         "training.attempt",
@@ -153,6 +156,7 @@ ANYWHERE = {
         "inference.pool.engine_process",
         "rewards.reward_models",
         "storage.ray_snapshot",
+        "sweep.trials",
     },
     "torch": AT_IMPORT["torch"]
     | {

@@ -24,7 +24,8 @@ SLOW = {
         f"python tests/benchmarks/bench_{name}.py"
         for name in (
             *("confinement", "curve", "engine", "failure", "floor", "health", "long_run", "observers", "overlap"),
-            *("sampling", "savings", "scale", "sharding", "slow_tools", "startup", "weight_proof", "workers"),
+            *("sampling", "savings", "scale", "sharding", "slow_tools", "startup", "sweep", "weight_proof"),
+            "workers",
         )
     ),
 }
@@ -55,6 +56,7 @@ RUN_BY: Mapping[str, str] = {
     "python tests/benchmarks/bench_staleness.py": f"{BENCHMARKS}::test_bench_staleness_compares_with_the_simulation",
     "python tests/benchmarks/bench_startup.py": f"{BENCHMARKS}::test_bench_startup_splits_the_time_to_the_first_step",
     "python tests/benchmarks/bench_step.py": f"{BENCHMARKS}::test_bench_step_compares_ours_with_stock_trl",
+    "python tests/benchmarks/bench_sweep.py": f"{BENCHMARKS}::test_bench_sweep_compares_with_full_runs",
     "python tests/benchmarks/bench_tools.py": f"{BENCHMARKS}::test_bench_tools_compares_ours_with_stock_trl",
     "python tests/benchmarks/bench_watch.py": f"{BENCHMARKS}::test_bench_watch_measures_the_page_and_its_server",
     "python tests/benchmarks/bench_workers.py": f"{BENCHMARKS}::test_bench_workers_measures_the_rate_of_a_worker",
@@ -109,6 +111,7 @@ RUN_BY: Mapping[str, str] = {
     ),
     "grpo-ray replay": ("tests/integration/experiments/test_experiments.py::test_replay_of_an_untouched_run_is_equal"),
     "grpo-ray report": "tests/integration/driver/test_run.py::test_report_of_a_real_run_makes_a_page",
+    "grpo-ray sweep": ("tests/integration/sweep/test_sweep.py::test_halved_sweep_leaves_the_survivor_unchanged"),
     "grpo-ray train": (
         "tests/integration/driver/test_run.py::test_sharded_run_from_the_command_line_takes_the_same_steps"
     ),

@@ -25,17 +25,21 @@ from grpo_ray.config.loader import from_mapping, load_config
 from grpo_ray.config.recorded import evaluation_settings
 from grpo_ray.config.schema import SECTIONS, Config
 from grpo_ray.config.sources import HUB_DATASETS, HUB_SPLITS, train_paths
+from grpo_ray.config.sweep_file import load_sweep
 from grpo_ray.data import gsm8k
 from grpo_ray.data.registry import DATASETS, EMBEDDED
 from grpo_ray.data.stream import open_splits
 from grpo_ray.inference.rollout_function import load_rollout_function
 from grpo_ray.rewards.registry import load_rewards
+from grpo_ray.sweep.trials import TrialConfigs, list_trials
 from grpo_ray.tools.definitions import load_definition
 
 NOT_CONFIGS = {
     "cluster.yaml": "a cluster for Ray's cluster launcher",
     "jobs/rayjob.yaml": "a RayJob for KubeRay",
     "jobs/runtime_env.yaml": "a runtime environment for Ray's job server",
+    "jobs/sweeps/arithmetic.yaml": "a sweep",
+    "docs/experiments.md": "a sweep",
 }
 """YAML files, and documents with YAML blocks, that have no section of ours -> what they are."""
 
@@ -76,6 +80,18 @@ def test_yaml_that_is_no_config_is_named() -> None:
     assert [str(block) for block in CONFIGS if not is_config(block)] == []
     named = {block.source for block in (*yaml_files(), *blocks("yaml")) if not is_config(block)}
     assert set(NOT_CONFIGS) == named, "NOT_CONFIGS has a stale entry"
+
+
+def test_sweeps_load_with_their_trials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    sweeps = [block for block in (*yaml_files(), *blocks("yaml")) if NOT_CONFIGS.get(block.source) == "a sweep"]
+    assert len(sweeps) >= 2
+    for block in sweeps:
+        path = tmp_path / (block.file or "sweep.yaml")
+        path.write_text(block.text, encoding="utf-8")
+        sweep = load_sweep(str(path))
+        configs = TrialConfigs(sweep.base, [], sweep.name or "")
+        assert [configs.config_of(trial) for trial in list_trials(sweep)]
 
 
 def test_hub_files_has_every_dataset_on_the_hub() -> None:

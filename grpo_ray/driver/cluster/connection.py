@@ -82,8 +82,11 @@ def starts_cluster() -> bool:
     return not ray.is_initialized() and choose_cluster().address is None
 
 
-def connect(config: Config) -> list[str]:
+def connect(config: Config, runs: int = 1) -> list[str]:
     """Connect to the cluster that `choose_cluster` finds (for a Ray job, its own, by RAY_ADDRESS), or start one.
+
+    Args:
+        runs: number of such runs at a time for which a cluster that is started declares enough cores.
 
     Returns:
         Notices about the choice, if it depends on more than RAY_ADDRESS, and about a token file that others could read.
@@ -97,7 +100,7 @@ def connect(config: Config) -> list[str]:
     chosen = choose_cluster()
     of_token = protect_token_file(creates=chosen.address is None)
     if chosen.address is None:
-        _start_cluster(config)
+        _start_cluster(config, runs)
     else:
         _join_cluster(chosen.address)
     return [notice for notice in (chosen.notice, of_token) if notice]
@@ -128,12 +131,12 @@ def _join_cluster(address: str) -> None:
         ) from None
 
 
-def _start_cluster(config: Config) -> None:
+def _start_cluster(config: Config, runs: int) -> None:
     cluster = config.cluster
     # Declare more cores than the workers take, even if the machine has fewer: Ray Data has to run beside the workers.
     least, most = config.engine.replica_range if config.engine.is_dedicated else (0, 0)
     further = cluster.max_workers + (most - least) * config.engine.tensor_parallel_size
-    cpus = max(os.cpu_count() or 1, further * cluster.cpus_per_worker + cpus_beside_workers(config))
+    cpus = max(os.cpu_count() or 1, runs * (further * cluster.cpus_per_worker + cpus_beside_workers(config)))
     with ExitStack() as stack:
         if is_enabled(compute_device(cluster.use_gpu) == "cuda"):
             environment = worker_environment(config, threads_on_this_machine(config))
@@ -269,6 +272,13 @@ def gpus_beside_workers(config: Config) -> float:
     models = config.reward_model_gpus if config.reward_model_gpus == 1 else 0
     engines = dedicated_processes(config) if config.cluster.use_gpu else 0
     return engines + background_resources(config)["GPU"] + models
+
+
+def run_resources(config: Config) -> dict[str, float]:
+    """Return the CPUs and GPUs that a run takes at most, with everything beside its workers."""
+    cluster = config.cluster
+    gpus = cluster.max_workers + gpus_beside_workers(config) if cluster.use_gpu else 0.0
+    return {"CPU": cluster.max_workers * cluster.cpus_per_worker + cpus_beside_workers(config), "GPU": gpus}
 
 
 def spare_workers(config: Config) -> int:

@@ -102,9 +102,10 @@ FIXED: dict[str, Fixed] = {
 
 APPLIED: dict[str, tuple[str, ...]] = {
     "to this launch: processes, folders and limits": (
-        "run.name", "run.storage_path", "run.resume", "run.takeover", "run.max_failures", "run.storage_retry_seconds",
-        "run.hang_factor", "run.hang_seconds", "run.max_bad_steps", "run.trace", "run.notify", "run.trackers",
-        "run.project", "cluster.num_workers",
+        "run.name", "run.storage_path", "run.resume", "run.takeover", "run.pause_at", "run.max_failures",
+        "run.storage_retry_seconds", "run.hang_factor", "run.hang_seconds", "run.max_bad_steps", "run.trace",
+        "run.notify", "run.trackers",
+        "run.project", "run.group", "cluster.num_workers",
         "cluster.use_gpu", "cluster.cpus_per_worker", "cluster.threads_per_worker", "model.share_base",
         "rewards.model_gpus",
         "model.trust_remote_code", "engine.placement", "engine.replicas", "engine.tensor_parallel_size",

@@ -52,6 +52,8 @@ class MlflowTracker(Tracker):
             self._client.update_run(self._id, status="RUNNING")
         else:
             tags = {ID_TAG: run.id, "grpo_ray.run_folder": run.folder.uri, **run.tags}
+            if run.group is not None:
+                tags["grpo_ray.group"] = run.group
             self._id = self._client.create_run(experiment_id, run_name=run.name, tags=tags).info.run_id
         self._log_config(run.config)
         return self._position()

@@ -33,6 +33,8 @@ class TrackedRun:
     """The settings by dotted name: numbers, booleans, texts."""
     tags: Mapping[str, str]
     folder: RunFolder
+    group: str | None = None
+    """`run.group`."""
 
     def project_in(self, variable: str = "") -> str:
         """Return `run.project`, else the tracker's own environment variable, else `DEFAULT_PROJECT`."""

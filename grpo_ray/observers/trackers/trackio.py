@@ -42,7 +42,7 @@ class TrackioTracker(Tracker):
         self._run = trackio.init(
             project=self._tracked.project_in(),
             name=self._tracked.id,
-            group=self._tracked.name,
+            group=self._tracked.group or self._tracked.name,
             config={"run_folder": self._tracked.folder.uri, **self._tracked.tags, **self._tracked.config},
             resume="allow",
             embed=False,

@@ -53,6 +53,7 @@ class WandbTracker(Tracker):
         self._run = wandb.init(
             id=run.id,
             name=run.name,
+            group=run.group,
             project=run.project_in("WANDB_PROJECT"),
             resume="allow",
             config={"run_folder": run.folder.uri, **run.config},

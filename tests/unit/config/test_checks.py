@@ -60,6 +60,14 @@ def test_config_checkpoint_inside_a_batch_raises() -> None:
     assert message.endswith("try grpo.save_steps=48")  # 12 x 4
 
 
+def test_pause_in_the_middle_of_a_batch_is_refused() -> None:
+    message = config_error("run.pause_at=7", "grpo.steps_per_generation=2", "grpo.save_steps=2")
+    assert message == (
+        "run.pause_at=7 must be a multiple of grpo.steps_per_generation=2, so that no checkpoint is saved in the "
+        "middle of a batch; try run.pause_at=6"
+    )
+
+
 def test_config_last_step_inside_a_batch_raises() -> None:
     # After step 7 the fourth batch would have taken one of its two steps, and an extended run would draw a fifth.
     message = config_error("grpo.max_steps=7", "grpo.save_steps=2", "grpo.num_iterations=2")

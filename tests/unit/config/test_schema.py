@@ -327,7 +327,7 @@ PATHS = {
     "rewards.settings",
 }  # fmt: skip
 NO_PATHS = {
-    "run.name", "run.takeover", "run.best_metric", "run.project", "run.notify",
+    "run.name", "run.takeover", "run.best_metric", "run.group", "run.project", "run.notify",
     "data.columns", "data.system_prompt",
     "rollout.tools", "rollout.environment", "rollout.function", "rollout.settings",  # package.module:name
     "heldout.score",

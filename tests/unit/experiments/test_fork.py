@@ -13,7 +13,7 @@ from grpo_ray.driver.preflight.resume_fields import FIXED
 from grpo_ray.errors import ConfigError, DamagedFileError
 from grpo_ray.experiments import fork as forks
 from grpo_ray.experiments.fork_fields import LAUNCH, REFUSED, require_changeable
-from grpo_ray.experiments.replay import StopAfter, compare_versions, first_of_batch, replay_config
+from grpo_ray.experiments.replay import compare_versions, first_of_batch, replay_config
 from grpo_ray.storage.run_folder import RunFolder
 
 
@@ -116,29 +116,21 @@ def test_folder_of_a_fork_is_written_once(tmp_path: Path) -> None:
         forks.require_other_folder(run, RunFolder(str(tmp_path), "run"))
 
 
-def test_replay_saves_the_step_and_reports_to_nobody(tmp_path: Path) -> None:
+def test_replay_pauses_after_the_step_and_reports_to_nobody(tmp_path: Path) -> None:
     run = recorded_run(tmp_path, "run.trackers=[tensorboard]", "grpo.steps_per_generation=2", "run.trace=true")
     config = replay_config(config_of(run), run, 5, [])
-    assert (config.run.name, config.grpo.save_steps) == ("run-replay-5", 6)  # steps 5 and 6 share a batch
+    assert (config.run.name, config.run.pause_at) == ("run-replay-5", 6)  # steps 5 and 6 share a batch
     assert (config.run.trackers, config.run.trace, config.run.max_failures) == ((), False, 0)
     assert replay_config(config_of(run, "run.name=mine"), run, 5, ["run.name=mine"]).run.name == "mine"
+
+
+def test_branch_of_a_paused_run_is_not_paused(tmp_path: Path) -> None:
+    assert config_of(recorded_run(tmp_path, "run.pause_at=3")).run.pause_at is None
 
 
 def test_first_step_of_a_batch() -> None:
     assert [first_of_batch(step, 3) for step in range(1, 8)] == [1, 1, 1, 4, 4, 4, 7]
     assert [first_of_batch(step, 1) for step in (1, 2)] == [1, 2]
-
-
-@pytest.mark.parametrize(("begun", "last", "is_requested"), [(2, 3, False), (2, 4, True), (4, 4, True), (0, 0, False)])
-def test_replay_asks_for_its_end_when_the_step_begins(begun: int, last: int, is_requested: bool) -> None:
-    requests: list[int] = []
-    stop = StopAfter(5)
-    stop.request_stop = lambda: requests.append(5)
-    stop.event({"event": "began", "step": 9})
-    stop.event({"event": "training", "step": begun})
-    for step in range(begun + 1, last + 1):
-        stop.step({"step": step}, 0.0)
-    assert bool(requests) is is_requested
 
 
 def test_versions_that_differ_are_named() -> None:

@@ -57,6 +57,24 @@ def test_callback_stop_in_the_middle_of_a_batch_waits_for_its_end(overrides: lis
         assert control.should_training_stop == (step == 8 and not preempted)
 
 
+@pytest.mark.parametrize(("pause_at", "saved"), [(None, []), (6, [6]), (8, [])])
+def test_callback_pauses_after_exactly_its_step(pause_at: int | None, saved: list[int]) -> None:
+    """At `grpo.max_steps=8` transformers saves and ends by itself, so the callback of a pause there is as without."""
+    overrides = ["grpo.max_steps=8", "grpo.save_steps=8", *([] if pause_at is None else [f"run.pause_at={pause_at}"])]
+    config = load_config(None, overrides)
+    inputs = ReportInputs(settle=lambda folder: lambda: None, measure_heldout=dict, heldout_conditions={})
+    report = ReportCallback(config, ReportTarget(folder=None, coordinator=None), inputs)  # type: ignore[arg-type]
+    ends = []
+    for step in range(1, 8):
+        control = TrainerControl()
+        report.on_step_end(None, TrainerState(global_step=step), control)
+        assert control.should_save == control.should_log == control.should_training_stop
+        ends += [step] if control.should_training_stop else []
+    # A launch that finds itself beyond the step of a pause would end after its first step; the driver starts none.
+    assert ends == (saved and [6, 7])
+    assert not report._ends_early  # a pause is measured, unlike a stop
+
+
 @pytest.mark.parametrize(("saves", "kind"), [(True, "a checkpoint"), (False, "drawing problems")])
 def test_callback_step_end_names_the_next_phase(saves: bool, kind: str) -> None:
     beats: list[tuple[str, int]] = []

@@ -61,6 +61,7 @@ class Driver:
                 config=dict(flatten({"grpo": {"learning_rate": 1e-4}, "run": {"seed": 3, "trace": False}, **settings})),
                 tags={"model": "tiny", "data": "arithmetic"},
                 folder=folder,
+                group="rates",
             )
 
         file = TrackerFile(folder, folder.name)
@@ -178,7 +179,7 @@ def assert_wandb(folder: Path, run_id: str) -> None:
         (run,) = [record.run for record in records if record.WhichOneof("record_type") == "run"]
         config = {each.key: json.loads(each.value_json) for each in run.config.update}
         assert run.run_id == run_id and run.display_name == "demo" and list(run.tags) == ["tiny", "arithmetic"]
-        assert config["run.seed"] == 3
+        assert config["run.seed"] == 3 and run.run_group == "rates"
     last = [record.summary for record in records if record.WhichOneof("record_type") == "summary"]
     summary = {
         (each.key or ".".join(each.nested_key)): json.loads(each.value_json) for part in last for each in part.update
@@ -193,6 +194,7 @@ def assert_mlflow(storage: Path, run_id: str) -> None:
     run = mlflow_run(storage)
     assert run.info.status == "FINISHED" and run.info.run_name == "demo"
     assert run.data.tags["grpo_ray.run_id"] == run_id and run.data.tags["model"] == "tiny"
+    assert run.data.tags["grpo_ray.group"] == "rates"
     assert run.data.tags["grpo_ray.best_checkpoint"] == "file:///runs/demo/checkpoint-6"
     assert run.data.params["grpo.learning_rate"] == "0.0001"  # that of the first launch
     assert json.loads(mlflow_text(storage, "config.json"))["grpo.learning_rate"] == 2e-4
@@ -208,6 +210,7 @@ def assert_trackio() -> None:
     (name,) = SQLiteStorage.get_runs("grpo_ray")
     config = SQLiteStorage.get_run_config("grpo_ray", name)
     assert config is not None and config["grpo.learning_rate"] == 2e-4
+    assert config["_Group"] == "rates"
     rows = trackio_logs("demo")
     tables = {row["step"]: row["completions"]["_value"] for row in rows if "completions" in row}
     assert sorted(tables) == [2, 4, 6] and len(tables[4]) == 8

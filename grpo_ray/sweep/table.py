@@ -1,0 +1,131 @@
+"""Table of a sweep on the terminal, redrawn in place; elsewhere, lines."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from grpo_ray.text.display import one_line, safe_text
+
+if TYPE_CHECKING:  # imports Ray
+    from grpo_ray.sweep.runner import SweepSummary
+
+STYLES = {"running": "bold", "finished": "green", "failed": "red", "dropped": "dim", "stopped": "yellow"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableRow:
+    """One trial in the table."""
+
+    name: str
+    settings: str
+    standing: str
+    step: int
+    max_steps: int
+    value: float | None
+    """Metric that trials are compared by."""
+    reward: float | None
+    """Mean training reward of the latest step."""
+    line: str
+    """Latest line of the trial's driver, or the reason of its standing."""
+
+
+class SweepScreen:
+    """Output of a sweep: `with SweepScreen() as screen`.
+
+    Args:
+        console: None: standard output.
+    """
+
+    def __init__(self, console: Console | None = None):
+        self.console = console or Console()
+        self._live: Live | None = None
+        self._shown: dict[str, tuple[str, int]] = {}
+
+    def __enter__(self) -> Self:
+        if self.console.is_terminal and not self.console.is_dumb_terminal:
+            self._live = Live(console=self.console, auto_refresh=False)
+            self._live.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def notice(self, text: str) -> None:
+        """Print a permanent line."""
+        self.console.print(safe_text(text), markup=False, highlight=False, soft_wrap=True)
+
+    def line(self, trial: str, text: str) -> None:
+        """Print a line of a trial's driver; a live table shows it in the trial's row."""
+        if self._live is None:
+            self.notice(f"{trial}: {one_line(text)}")
+
+    def show(self, rows: Sequence[TableRow], last: bool = False) -> None:
+        """Redraw the table; elsewhere than on a terminal, print a line for each trial whose standing has changed."""
+        if self._live is not None:
+            self._live.update(Group(build_table(rows)), refresh=True)
+            return
+        for row in rows:
+            if self._shown.get(row.name, ("waiting", 0))[0] != row.standing:
+                self.notice(f"{row.name} {row.standing} at step {row.step}/{row.max_steps}  {row.settings}")
+            self._shown[row.name] = row.standing, row.step
+
+
+def build_table(rows: Sequence[TableRow]) -> Table:
+    """Return the table of a sweep."""
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for name in ("trial", "settings", "", "step", "metric", "reward", ""):
+        table.add_column(name, justify="right" if name in ("step", "metric", "reward") else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(
+            Text(safe_text(row.name, 40)),
+            Text(safe_text(row.settings, 60)),
+            Text(row.standing, style=STYLES.get(row.standing, "")),
+            f"{row.step}/{row.max_steps}",
+            format_number(row.value),
+            format_number(row.reward),
+            Text(safe_text(one_line(row.line), 60), style="dim"),
+        )
+    return table
+
+
+def print_results(summary: "SweepSummary", console: Console | None = None) -> None:
+    """Print the ranking of a sweep, its best checkpoint and its page."""
+    console = console or Console()
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for name in ("", "trial", "settings", "", "steps", "metric", "best minus this", "p"):
+        table.add_column(name, no_wrap=True)
+    for place, result in enumerate(summary.results, 1):
+        record = summary.records[result.name]
+        table.add_row(
+            str(place),
+            Text(safe_text(result.name, 40)),
+            Text(safe_text(record.trial.text, 60)),
+            Text("" if record.standing == "active" else f"{record.standing} {safe_text(record.reason, 60)}".strip()),
+            str(result.steps),
+            str(result.measure) if result.measure is not None else format_number(result.value),
+            "-" if result.paired is None else str(result.paired.difference),
+            "-" if result.p_value is None else f"{result.p_value:.2g}",
+        )
+    console.print(table)
+    lines = [f"p: exact paired test on the held-out problems, corrected for {len(summary.results) - 1} comparisons"]
+    best = summary.results[0] if summary.results else None
+    if best is not None and best.checkpoint is not None:
+        lines.append(f"best trial       {best.name}  {summary.records[best.name].trial.text}")
+        lines.append(f"best checkpoint  {best.checkpoint.uri}")
+    if summary.page is not None:
+        lines.append(f"curves           {summary.page}")
+    has_pairs = any(result.paired is not None for result in summary.results)
+    for line in lines if has_pairs else lines[1:]:
+        console.print(safe_text(line), markup=False, highlight=False, soft_wrap=True)
+
+
+def format_number(value: float | None) -> str:
+    """Format a metric; "-" if it is unknown."""
+    return "-" if value is None else f"{value:.3f}"
