@@ -286,7 +286,7 @@ def run_check(arguments: argparse.Namespace) -> int:
     from grpo_ray.driver.preflight.audit import audit
     from grpo_ray.driver.preflight.checks import AUDIT_CHECKS, run_preflight
     from grpo_ray.driver.preflight.run_context import RunContext
-    from grpo_ray.driver.stages import UNVERIFIABLE_FILE
+    from grpo_ray.driver.launch import UNVERIFIABLE_FILE
     from grpo_ray.driver.tables import print_audit
     from grpo_ray.observers.terminal.progress import ProgressLine
     from grpo_ray.storage.lease import RunLease

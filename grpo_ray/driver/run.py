@@ -1,6 +1,6 @@
 """The driver: from a config to a finished Ray Train run and its summary.
 
-`prepare` and `train` are a list of stages. A config, dataset or cluster that cannot work is refused before a worker
+`prepare` and `train` are a list of phases. A config, dataset or cluster that cannot work is refused before a worker
 starts.
 """
 
@@ -23,7 +23,7 @@ from grpo_ray.driver.engines import running_engines, start_pool
 from grpo_ray.driver.preflight.checks import run_preflight
 from grpo_ray.driver.preflight.run_context import RunContext
 from grpo_ray.driver.run_observers import build_observers
-from grpo_ray.driver.stages import begin_launch, find_resume_point, index_datasets, prepare_policy
+from grpo_ray.driver.launch import begin_launch, find_resume_point, index_datasets, prepare_policy
 from grpo_ray.driver.summary import HeldoutSummary, RunSummary, summarize_run
 from grpo_ray.driver.trainer import TrainerPlan
 from grpo_ray.errors import GrpoRayError, RepeatedWorkerError, SupersededError, TrainingError
