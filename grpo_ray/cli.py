@@ -24,12 +24,14 @@ from grpo_ray.config.reward_names import REWARD_SCORES, VERDICTS
 from grpo_ray.config.schema import Config, DataConfig, RolloutConfig, RunConfig
 from grpo_ray.config.similar_names import suggestion
 from grpo_ray.config.trl_fields import PASSED, allowed_values, default_text, meaning
+from grpo_ray.driver.stage_config import has_stages, load_stages
 from grpo_ray.errors import ConfigError, DamagedFileError, GrpoRayError, HubError, TrainingError
 from grpo_ray.resilience.error_triage import MEMORY_ADVICE, is_memory_kill
 from grpo_ray.storage.retry import is_full, is_transient
 from grpo_ray.text.redaction import redact, redact_stream
 
 if TYPE_CHECKING:
+    from grpo_ray.driver.summary import RunSummary
     from grpo_ray.models.memory import ModelShape
     from grpo_ray.storage.run_folder import RunFolder
 
@@ -227,6 +229,8 @@ def run_train(arguments: argparse.Namespace) -> int:
     if arguments.help:
         print(train_help())
         return 0
+    if has_stages(arguments.config):
+        return run_stages(arguments)
     config = check_rewards(loader.load_config(arguments.config, arguments.overrides))
     print("loading libraries", flush=True)
     from grpo_ray.driver.run import train
@@ -234,6 +238,11 @@ def run_train(arguments: argparse.Namespace) -> int:
 
     summary = train(config)
     print_summary(summary)
+    return exit_status(summary, config)
+
+
+def exit_status(summary: "RunSummary", config: Config) -> int:
+    """Return the exit status of a run, and print the reason if it was stopped."""
     if summary.stopped is None:
         return 0
     if summary.stopped in config.run.stop_on:
@@ -244,6 +253,27 @@ def run_train(arguments: argparse.Namespace) -> int:
         return STOPPED_BY_WARNING
     print(f"stopped after step {summary.steps} by {summary.stopped}; run the same command to continue")
     return 128 + signal.Signals[summary.stopped]
+
+
+def run_stages(arguments: argparse.Namespace) -> int:
+    """Run the stages of a YAML one after the other, from the first one that has not ended."""
+    stages = load_stages(arguments.config, arguments.overrides)
+    for stage in stages:
+        check_rewards(stage.config)
+    print("loading libraries", flush=True)
+    from grpo_ray.driver.stage_runs import StageResult, train_stages
+    from grpo_ray.driver.tables import print_summary
+
+    def show(result: StageResult) -> None:
+        place = f"stage {result.stage.number} of {len(stages)}, {result.stage.name}"
+        if result.summary is None:
+            print(f"{place}: has ended before", flush=True)
+        else:
+            print(f"{place}:", flush=True)
+            print_summary(result.summary)
+
+    last = train_stages(stages, show)[-1]
+    return 0 if last.summary is None else exit_status(last.summary, last.stage.config)
 
 
 def run_chaos(arguments: argparse.Namespace) -> int:
@@ -282,11 +312,39 @@ def run_chaos(arguments: argparse.Namespace) -> int:
 def run_check(arguments: argparse.Namespace) -> int:
     """Audit data, rewards and memory, and write the ids of unverifiable problems to the run folder."""
     require_options_with_effect(arguments)
-    config = loader.load_config(arguments.config, arguments.overrides)
+    if has_stages(arguments.config):
+        return check_each_stage(arguments)
+    return check_config(loader.load_config(arguments.config, arguments.overrides), arguments)
+
+
+def check_each_stage(arguments: argparse.Namespace) -> int:
+    """Check all stages of a YAML together, then audit each of them as `check` does."""
+    for option in ("attack", "forecast", "json"):
+        if getattr(arguments, option):
+            raise ConfigError(
+                f"--{option} takes one run, and {arguments.config} has stages; check a file with the settings of one "
+                f"stage, or leave --{option} out"
+            )
+    stages = load_stages(arguments.config, arguments.overrides)
+    from grpo_ray.driver.stage_runs import check_stages, unfinished_stages
+
+    remaining = unfinished_stages(stages)
+    if not remaining:
+        print("all stages have ended")
+        return 0
+    check_stages(remaining)
+    for stage in remaining:
+        print(f"stage {stage.number} of {len(stages)}, {stage.name}:", flush=True)
+        check_config(stage.config, arguments)
+    return 0
+
+
+def check_config(config: Config, arguments: argparse.Namespace) -> int:
+    """Audit one run as `check` does; return the exit status."""
+    from grpo_ray.driver.launch import UNVERIFIABLE_FILE
     from grpo_ray.driver.preflight.audit import audit
     from grpo_ray.driver.preflight.checks import AUDIT_CHECKS, run_preflight
     from grpo_ray.driver.preflight.run_context import RunContext
-    from grpo_ray.driver.launch import UNVERIFIABLE_FILE
     from grpo_ray.driver.tables import print_audit
     from grpo_ray.observers.terminal.progress import ProgressLine
     from grpo_ray.storage.lease import RunLease

@@ -14,8 +14,6 @@ from rich.console import Console
 
 from grpo_ray.config.loader import load_config
 from grpo_ray.data.ledger import DatasetFingerprint
-from grpo_ray.driver.preflight.run_context import RunContext
-from grpo_ray.driver.preflight.same_run import check_same_run
 from grpo_ray.driver.launch import (
     BEGUN_WITH,
     UNVERIFIABLE_FILE,
@@ -26,6 +24,8 @@ from grpo_ray.driver.launch import (
     prepare_policy,
     read_unverifiable,
 )
+from grpo_ray.driver.preflight.run_context import RunContext
+from grpo_ray.driver.preflight.same_run import check_same_run
 from grpo_ray.errors import ConfigError
 from grpo_ray.evaluation.metrics import measurement_conditions
 from grpo_ray.models.embedded_policy import embedded_policy
