@@ -279,6 +279,8 @@ def run_stages(arguments: argparse.Namespace) -> int:
 def run_chaos(arguments: argparse.Namespace) -> int:
     """Train with injected faults. Returns 1 if a group is missing or a problem was used twice in an epoch."""
     config = check_rewards(load_chaos_config(arguments))
+    if config.run.kind == "sft":
+        raise ConfigError("chaos injects the faults of a run of GRPO; run.kind=sft is not supported")
     from grpo_ray.driver.run import train
     from grpo_ray.driver.tables import print_fault_outcomes, print_summary
     from grpo_ray.resilience.chaos import (
@@ -341,6 +343,8 @@ def check_each_stage(arguments: argparse.Namespace) -> int:
 
 def check_config(config: Config, arguments: argparse.Namespace) -> int:
     """Audit one run as `check` does; return the exit status."""
+    if config.run.kind == "sft" and (arguments.attack or arguments.forecast):
+        raise ConfigError("--attack and --forecast try rewards, which run.kind=sft has none of; leave them out")
     from grpo_ray.driver.launch import UNVERIFIABLE_FILE
     from grpo_ray.driver.preflight.audit import audit
     from grpo_ray.driver.preflight.checks import AUDIT_CHECKS, run_preflight

@@ -206,7 +206,7 @@ def _merge(
         apply_override(merged, override)
     for override in of_stage:
         apply_override(merged, override)
-    if "kind" in entry:
+    if "kind" in entry and "kind" not in _section(own, "run"):
         merged["run"] = {**merged.get("run", {}), "kind": entry["kind"]}
     return merged
 

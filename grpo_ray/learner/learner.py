@@ -397,6 +397,14 @@ class Learner(GRPOTrainer):
             if _is_stateful(reward)
         }
 
+    def save_open_rollouts(self, folder: Path) -> None:
+        """Write the completions of later steps into a checkpoint's folder; collective."""
+        self.collector.sampler.save(folder)
+
+    def load_open_rollouts(self, folder: Path) -> None:
+        """Read the completions of later steps from a checkpoint's folder; called before the first step."""
+        self.collector.sampler.load(folder)
+
     def load_reward_states(self, states: dict[str, Any]) -> None:
         """Restore the states that `reward_states` returned."""
         for name, reward in zip(self.reward_func_names, self.reward_funcs, strict=True):

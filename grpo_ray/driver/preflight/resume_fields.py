@@ -74,6 +74,7 @@ FIXED: dict[str, Fixed] = {
     "cluster.shard_learner": Fixed(reason=_OPTIMIZER, in_checkpoint=True),
     "data.train": Fixed(reason=_LEDGER, is_same=_is_compared_by_contents),
     "data.limit": Fixed(reason=_LEDGER),
+    "run.kind": Fixed(reason="the checkpoint holds the optimizer's state of another objective"),
     "run.seed": Fixed(reason="it determines the order of problems, which the ledger relies on"),
     "run.from_checkpoint": Fixed(
         reason="the run has checkpoints of its own, so another one would have no effect",
