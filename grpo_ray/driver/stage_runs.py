@@ -38,6 +38,7 @@ from grpo_ray.export.checkpoint import describe_origin, export, find_checkpoint
 from grpo_ray.models.adapter_folders import ADAPTER_CONFIG
 from grpo_ray.models.shards import POLICY_SHARDS
 from grpo_ray.observers.terminal.progress import ProgressLine, build_progress
+from grpo_ray.resilience.chaos import Fault
 from grpo_ray.storage.checkpoint_integrity import find_faults
 from grpo_ray.storage.checkpoints import CheckpointInfo, list_checkpoints, require_listed_files
 from grpo_ray.storage.run_folder import RunFolder
@@ -64,12 +65,14 @@ def train_stages(
     stages: Stages,
     on_result: Callable[[StageResult], None] = lambda result: None,
     make_progress: Callable[[Config], ProgressLine] = build_progress,
+    faults: Mapping[str, Sequence[Fault]] | None = None,
 ) -> list[StageResult]:
     """Run the stages that have not ended yet, in order; all of them are checked before the first one begins.
 
     Args:
         on_result: called with each result as soon as there is one.
         make_progress: creates the display of a run.
+        faults: name of a stage -> faults injected into it on purpose (`chaos.py`).
 
     Returns:
         Results up to the last stage, or to one that was stopped (`RunSummary.stopped`).
@@ -90,7 +93,7 @@ def train_stages(
     for stage in remaining:
         ready = _with_policy(stage, stages)
         _end_cluster_of_other_size(ready.config, before=before.config)
-        summary, before = train(ready.config, make_progress(ready.config)), ready
+        summary, before = train(ready.config, make_progress(ready.config), (faults or {}).get(stage.name, ())), ready
         results.append(StageResult(ready, summary))
         on_result(results[-1])
         if summary.stopped is not None:

@@ -1,6 +1,6 @@
 """Digests of the methods of TRL that the package overrides or calls."""
 
-from trl import GRPOTrainer
+from trl import GRPOTrainer, SFTTrainer
 from trl.generation.vllm_generation import VLLMGeneration
 
 # On failure: read TRL's change, check that our code still holds, then write the new digest here.
@@ -36,3 +36,16 @@ CALLED = {
     GRPOTrainer.get_gamma_weights: "c614cf24793d",
 }
 """Methods that we call, whose results ours must equal, or that an exact saving relies on -> their digest."""
+
+SFT_METHODS = {
+    SFTTrainer.get_train_dataloader: "",
+    SFTTrainer.training_step: "",
+    SFTTrainer._save_checkpoint: "",
+    SFTTrainer._save: "",
+    SFTTrainer._load_from_checkpoint: "",
+    SFTTrainer._load_optimizer_and_scheduler: "",
+    SFTTrainer.create_model_card: "",
+    SFTTrainer.compute_loss: "",
+    SFTTrainer._get_num_items_in_batch: "",
+}
+"""Methods of TRL's trainer of supervised fine-tuning that we override, or on whose results we rely -> their digest."""
