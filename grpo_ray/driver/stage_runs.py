@@ -33,7 +33,7 @@ from grpo_ray.driver.preflight.same_run import read_recorded_config
 from grpo_ray.driver.run import train
 from grpo_ray.driver.stage_config import RunStage, Stages
 from grpo_ray.driver.summary import RunSummary
-from grpo_ray.errors import CheckpointError, ConfigError, DamagedFileError
+from grpo_ray.errors import CheckpointError, ConfigError, GrpoRayError
 from grpo_ray.export.checkpoint import describe_origin, export, find_checkpoint
 from grpo_ray.models.adapter_folders import ADAPTER_CONFIG
 from grpo_ray.models.shards import POLICY_SHARDS
@@ -211,7 +211,7 @@ def check_stages(stages: Sequence[RunStage], make_progress: Callable[[Config], P
             progress.phase(f"checking stage {stage.name}")
             try:
                 indexes[stage.name] = _check_stage(stage, progress)
-            except (ConfigError, DamagedFileError) as error:
+            except GrpoRayError as error:
                 raise type(error)(f"stage {stage.name}: {error}") from None
         for stage in stages:
             training, heldout = indexes[stage.name]
