@@ -35,16 +35,15 @@ from grpo_ray.config.schema import Config
 from grpo_ray.data.demonstrations import demonstrated_text
 from grpo_ray.data.problem import Problem
 from grpo_ray.errors import DataError
-from grpo_ray.inference.engine import Engine
-from grpo_ray.inference.trl_without_trackers import TRACKERS, hidden
+from grpo_ray.inference.without_trackers import TRACKERS, hidden
+from grpo_ray.learner.checkpoint_kind import check_checkpoint_kind
 from grpo_ray.learner.collectives import Workers
-from grpo_ray.learner.learner import LearnerHooks, check_checkpoint_kind
+from grpo_ray.learner.hooks import LearnerHooks, ignore, no_hooks
 from grpo_ray.learner.resume import OptimizerSettings, ResumedSettings
 from grpo_ray.learner.rollouts.heldout import HeldoutSolver
 from grpo_ray.learner.rollouts.sampler import WeightSync
 from grpo_ray.learner.sft_config import for_engine, sft_arguments
 from grpo_ray.learner.trl_config import trl_arguments
-from grpo_ray.learner.trl_internals import Metrics, append_metrics
 from grpo_ray.models.adapter_folders import record_base_policy
 from grpo_ray.models.adapters import peft_config, train_in_float32
 from grpo_ray.models.quantized import Quantization, record_quantization
@@ -54,6 +53,8 @@ from grpo_ray.telemetry.profiler import PhaseProfiler, in_phase
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from grpo_ray.inference.engine import Engine
 
 with hidden(TRACKERS):
     from trl import SFTTrainer
@@ -137,15 +138,15 @@ class DemonstrationBatches:
 class SftLearner(SFTTrainer):
     """Learner of one worker. It draws the step's demonstrations from the worker's stream, and learns their text."""
 
-    _metrics: dict[str, Metrics]
+    _metrics: dict[str, dict[str, list[float]]]
 
     def __init__(
         self,
         config: Config,
         demonstrations: Iterable[tuple[Problem, int]],
         *,
-        make_engine: Callable[["SftLearner"], Engine | None],
-        make_hooks: Callable[["SftLearner"], LearnerHooks] = lambda learner: LearnerHooks(),
+        make_engine: Callable[["SftLearner"], "Engine | None"],
+        make_hooks: Callable[["SftLearner"], LearnerHooks] = no_hooks,
         profiler: PhaseProfiler | None = None,
         **trl_trainer: Any,
     ) -> None:
@@ -181,7 +182,8 @@ class SftLearner(SFTTrainer):
 
     def append_metrics(self, values: Mapping[str, float]) -> None:
         """Add values of metrics, whose means are logged."""
-        append_metrics(self._metrics["train"], values)
+        for name, value in values.items():
+            self._metrics["train"][name].append(value)
 
     # Parts that a learner of GRPO has, and this one has not
 
@@ -299,9 +301,11 @@ def build_sft_learner(
     tokenizer = load_tokenizer(model_path, config.model.trust_remote_code)
     engine_arguments = trl_arguments(for_engine(config), output_dir)
 
-    def make_engine(learner: SftLearner) -> Engine:
+    def make_engine(learner: SftLearner) -> "Engine":
+        from grpo_ray.inference.engine import Engine  # imports vLLM
+
         on_progress("starting the engine")
-        notify = learner.hooks.notify if learner.accelerator.is_main_process else _ignore
+        notify = learner.hooks.notify if learner.accelerator.is_main_process else ignore
         return Engine(
             learner.model,
             learner.accelerator,
@@ -331,7 +335,3 @@ def build_sft_learner(
 def placeholder() -> Dataset:
     """Return a dataset of one row, which nothing is trained on."""
     return Dataset.from_dict({"input_ids": [[0]], "labels": [[0]]})
-
-
-def _ignore(line: str) -> None:
-    """Do nothing."""

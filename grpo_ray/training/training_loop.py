@@ -18,7 +18,8 @@ from grpo_ray.evaluation.baseline import (
     measure_baseline,
 )
 from grpo_ray.evaluation.metrics import EvaluationResult, unique_problems
-from grpo_ray.learner.learner import Learner, LearnerHooks, build_learner
+from grpo_ray.learner.hooks import LearnerHooks
+from grpo_ray.learner.learner import Learner, build_learner
 from grpo_ray.models.memory import MemoryPlan
 from grpo_ray.resilience.chaos import FaultInjector
 from grpo_ray.resilience.elastic import PreemptionNotice

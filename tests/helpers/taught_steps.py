@@ -15,7 +15,7 @@ from trl import SFTConfig, SFTTrainer
 
 from grpo_ray.config.loader import load_config
 from grpo_ray.data.problem import Problem
-from grpo_ray.learner.learner import LearnerHooks
+from grpo_ray.learner.hooks import LearnerHooks
 from grpo_ray.learner.sft import SftLearner, placeholder
 
 DEMONSTRATIONS = [

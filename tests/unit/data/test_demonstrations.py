@@ -51,11 +51,11 @@ def test_row_without_a_usable_completion_is_refused(tmp_path: Path, row: dict[st
 
 def test_problems_without_demonstrations_are_refused() -> None:
     config = load_config(None, ["run.kind=sft", "data.train=arithmetic"])
-    with pytest.raises(DataError, match="data.train=arithmetic has no demonstrations, which run.kind=sft trains on"):
+    with pytest.raises(DataError, match=r"data.train=arithmetic has no demonstrations, which run.kind=sft trains on"):
         open_splits(config)
 
 
 def test_held_out_part_of_demonstrations_needs_solutions(tmp_path: Path) -> None:
     """Accuracy on a part of the demonstrations is measured by their solutions."""
-    with pytest.raises(DataError, match="row 1: no column 'solution', which a reward or heldout.score reads"):
+    with pytest.raises(DataError, match=r"row 1: no column 'solution', which a reward or heldout.score reads"):
         read(tmp_path, {"prompt": "2 + 2", "completion": "= 4"}, "data.heldout=null")

@@ -82,7 +82,7 @@ def test_stage_is_started_over_only_if_none_after_it_has_begun(tmp_path: Path) -
     again = stages_of(tmp_path, "stages.a.run.resume=never")
     assert finished(again) == ""
     write_run(stages, 1, 5)
-    with pytest.raises(ConfigError, match="stage a: run.resume=never would start it over, but a stage after it"):
+    with pytest.raises(ConfigError, match=r"stage a: run.resume=never would start it over, but a stage after it"):
         finished(again)
 
 
