@@ -240,7 +240,8 @@ class SftLearner(SFTTrainer):
             ]
         )
         own = [len(encoded), sum(len(each.completion_ids) for each in encoded), sum(each.truncated for each in encoded)]
-        count, tokens, cut = self.workers.sum(torch.tensor(own, device=self.accelerator.device)).tolist()
+        of_workers = self.workers.gather(torch.tensor(own, device=self.accelerator.device))  # (workers, 3)
+        count, tokens, cut = of_workers.sum(dim=0).tolist()
         self.append_metrics({"completions/mean_length": tokens / count, "completions/clipped_ratio": cut / count})
         self.profiler.count_tokens("learner", own[1])
         return encoded

@@ -38,14 +38,14 @@ CALLED = {
 """Methods that we call, whose results ours must equal, or that an exact saving relies on -> their digest."""
 
 SFT_METHODS = {
-    SFTTrainer.get_train_dataloader: "",
-    SFTTrainer.training_step: "",
-    SFTTrainer._save_checkpoint: "",
-    SFTTrainer._save: "",
-    SFTTrainer._load_from_checkpoint: "",
-    SFTTrainer._load_optimizer_and_scheduler: "",
-    SFTTrainer.create_model_card: "",
-    SFTTrainer.compute_loss: "",
-    SFTTrainer._get_num_items_in_batch: "",
+    SFTTrainer.get_train_dataloader: "c4e4e26e0f31",
+    SFTTrainer.training_step: "d8c7c8fc6ea0",
+    SFTTrainer._save_checkpoint: "0aa0cbee36d3",
+    SFTTrainer._save: "d0a4f39fea8e",
+    SFTTrainer._load_from_checkpoint: "630bea1fd535",
+    SFTTrainer._load_optimizer_and_scheduler: "3c68e6bb85f4",
+    SFTTrainer.create_model_card: "1e539ccd6f9d",
+    SFTTrainer.compute_loss: "337f03c9d4c0",
+    SFTTrainer._get_num_items_in_batch: "c5edf146737f",
 }
 """Methods of TRL's trainer of supervised fine-tuning that we override, or on whose results we rely -> their digest."""
