@@ -30,6 +30,7 @@ from grpo_ray.data import gsm8k
 from grpo_ray.data.registry import DATASETS, EMBEDDED
 from grpo_ray.data.stream import open_splits
 from grpo_ray.driver.stage_config import Stages, load_stages
+from grpo_ray.driver.stage_config import has_stages as has_stages_of
 from grpo_ray.inference.rollout_function import load_rollout_function
 from grpo_ray.rewards.registry import load_rewards
 from grpo_ray.tools.definitions import load_definition
@@ -349,6 +350,9 @@ def check_grpo_ray(words: Sequence[str], source: str) -> None:
         config = None
     text = reader_files().get(config) if config else None
     assert config is None or text is not None or (ROOT / config).is_file(), f"{config} does not exist"
+    if text is None and has_stages_of(config):
+        load_stages(config, getattr(arguments, "overrides", ()))
+        return
     load_config(config, getattr(arguments, "overrides", ()), text=text)
 
 
