@@ -116,6 +116,7 @@ AT_IMPORT = {
         "learner.entropy",
         "learner.exact_savings",
         "learner.forward_pass",
+        "learner.hooks",
         "learner.rollouts.group_recorder",
         "learner.learner",
         "learner.masked_output_layer",
