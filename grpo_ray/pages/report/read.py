@@ -25,7 +25,7 @@ from grpo_ray.storage.records.group_columns import groups_table
 from grpo_ray.storage.records.heldout_files import baseline_file
 from grpo_ray.storage.records.rollout_files import read_rollouts, read_texts
 from grpo_ray.storage.run_folder import RECORD_BYTES, RunFolder
-from grpo_ray.storage.stage_folders import stage_folders
+from grpo_ray.storage.stage_folders import STAGES_FILE, stage_folders
 from grpo_ray.storage.uris import split_path
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ def find_stages(path: str, retry_seconds: float = STORAGE_RETRY_SECONDS) -> tupl
     folder = RunFolder(*split_path(path), retry_seconds)
     names = stage_folders(folder)
     begun = [name for name in names if any(folder.has_entry(name, file) for file in RUN_FILES)]
-    if names and not begun:
+    if folder.has_entry(STAGES_FILE) and not begun:
         raise ConfigError(f"{folder.uri}: no stage has begun; run grpo-ray train first")
     return folder, [folder.address_of(name) for name in begun]
 
