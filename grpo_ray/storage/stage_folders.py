@@ -15,10 +15,12 @@ def stage_folders(folder: RunFolder) -> list[str]:
     """Return the names of the run folders of stages, in order; empty if the folder is not one of stages.
 
     Raises:
-        DamagedFileError: the list of the stages cannot be read.
+        DamagedFileError: the list of the stages cannot be read, or the folder holds something that grpo_ray does not
+            write.
     """
     if not folder.has_entry(STAGES_FILE):
         return []
+    folder.require_plain_files()
     names = folder.read_json(STAGES_FILE, limit=RECORD_BYTES)
     if not isinstance(names, list) or not all(isinstance(each, str) and FOLDER_NAME.fullmatch(each) for each in names):
         raise DamagedFileError(f"{folder.uri_of(STAGES_FILE)} is damaged: it is no list of run folders")
