@@ -1,4 +1,4 @@
-"""The GRPO learner: the only subclass of TRL's trainer.
+"""The GRPO learner: the subclass of TRL's GRPOTrainer (`sft.py` has that of its SFTTrainer).
 
 A step's completions are collected by `rollouts/collector.py`, which does not depend on a trainer; TRL's code for this
 is not called. The learner divides the rollout into micro-batches (`micro_batches.py`); TRL computes the loss, and
