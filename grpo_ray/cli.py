@@ -376,7 +376,8 @@ def check_config(config: Config, arguments: argparse.Namespace) -> int:
 
     if arguments.json:
         write_json(arguments.json, described)
-    print_placement(config, report.policy, folder, record)
+    if config.run.kind == "grpo":  # nothing is generated for the steps of fine-tuning
+        print_placement(config, report.policy, folder, record)
     if arguments.attack:
         seconds = SECONDS_OF_ATTACK if arguments.seconds is None else arguments.seconds
         stopped = run_attack(config, seconds, report.columns, record)

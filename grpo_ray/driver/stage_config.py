@@ -11,7 +11,7 @@ begins with is not in its config until the stage before has ended (`driver/stage
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -67,7 +67,7 @@ class Stages:
     """Parent of that folder: `run.storage_path` of the YAML."""
     stages: tuple[RunStage, ...]
 
-    def __iter__(self) -> Any:
+    def __iter__(self) -> Iterator[RunStage]:
         return iter(self.stages)
 
     def __len__(self) -> int:
@@ -107,7 +107,8 @@ def load_stages(path: str | Path, overrides: Sequence[str] = ()) -> Stages:
     for number, (name, entry) in enumerate(zip(names, entries, strict=True), 1):
         try:
             merged = _merge(shared, entry, name, of_all, of_stages[name], is_first=number == 1)
-            merged["run"] = _section(merged, "run") | {
+            merged["run"] = {
+                **_section(merged, "run"),
                 "name": f"{number:02}-{name}",
                 "storage_path": join_path(whole.run.storage_path, whole.run.name),
             }

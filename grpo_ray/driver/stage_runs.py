@@ -33,7 +33,7 @@ from grpo_ray.driver.preflight.same_run import read_recorded_config
 from grpo_ray.driver.run import train
 from grpo_ray.driver.stage_config import RunStage, Stages
 from grpo_ray.driver.summary import RunSummary
-from grpo_ray.errors import CheckpointError, ConfigError, GrpoRayError
+from grpo_ray.errors import CheckpointError, ConfigError, DamagedFileError, GrpoRayError
 from grpo_ray.export.checkpoint import describe_origin, export, find_checkpoint
 from grpo_ray.models.adapter_folders import ADAPTER_CONFIG
 from grpo_ray.models.shards import POLICY_SHARDS
@@ -168,7 +168,12 @@ def _recorded_if_finished(stage: RunStage) -> Mapping[str, Mapping[str, Any]] | 
     recorded = read_recorded_config(folder)
     last = recorded.get("grpo", {}).get("max_steps", Config().grpo.max_steps)
     stored = list_checkpoints(folder)
-    return recorded if stored and stored[-1].step >= last else None
+    try:
+        summarised = folder.read_json("summary.json").get("steps", last)
+    except (DamagedFileError, AttributeError):  # the next launch writes it again
+        return None
+    # A launch that was killed after the last checkpoint has left the summary of an earlier launch.
+    return recorded if stored and min(stored[-1].step, summarised) >= last else None
 
 
 def _require_unchanged(stage: RunStage, recorded: Mapping[str, Mapping[str, Any]]) -> None:
@@ -204,7 +209,7 @@ def check_stages(stages: Sequence[RunStage], make_progress: Callable[[Config], P
     with ExitStack() as stack:
         progress = stack.enter_context(make_progress(stages[0].config))
         # The first stage comes last, so that the cluster that is started for it can be kept.
-        indexes = {}
+        indexes: dict[str, tuple[DatasetIndex, Mapping[str, DatasetIndex]]] = {}
         for stage in reversed(stages):
             _end_cluster_of_other_size(stage.config, before=last.config)
             last = stage

@@ -211,7 +211,8 @@ def changed_settings(config: Config, recorded: Mapping[str, Any]) -> dict[str, t
     Returns:
         Field -> recorded value and new value, without credentials.
     """
-    values, changed = _Values(config, recorded), {}
+    values = _Values(config, recorded)
+    changed: dict[str, tuple[Any, Any]] = {}
     for field in (*FIXED, *(name for when in APPLIED if when not in (LAUNCH, WARNINGS) for name in APPLIED[when])):
         old, new = values.of(field)
         if not (old == new or _is_hidden_form(old, new) or _are_moved_files(old, new)):

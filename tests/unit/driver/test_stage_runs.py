@@ -1,6 +1,5 @@
 """Tests of the decision which stages have ended, and of the policy that a stage begins with; no run is started."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +37,7 @@ def write_run(stages: Stages, number: int, *steps: int, ended: bool = True, accu
         metrics = {"step": step, "heldout/accuracy": accuracy}
         folder.write_json({"metrics": metrics, "serial": serial, "files": files}, name, "manifest.json")
     if ended:
-        folder.write_json({"stopped": None}, "summary.json")
+        folder.write_json({"stopped": None, "steps": max(steps)}, "summary.json")
     return folder
 
 
@@ -55,6 +54,9 @@ def test_stage_has_ended_with_its_last_step_and_summary(tmp_path: Path) -> None:
     write_run(stages, 0, 5, 10, ended=False)
     (tmp_path / "math" / "01-a" / "summary.json").unlink()
     assert finished(stages) == ""  # a kill before the summary
+    write_run(stages, 0, 5)
+    write_run(stages, 0, 5, 10, ended=False)
+    assert finished(stages) == ""  # the summary is that of the launch before
     write_run(stages, 0, 5, 10)
     write_run(stages, 1, 5)
     assert finished(stages) == "a"
@@ -119,4 +121,3 @@ def test_damaged_weights_of_the_best_checkpoint_are_refused(tmp_path: Path) -> N
         CheckpointError, match=r"stage a: .*checkpoint-000010 is damaged: model.safetensors was altered"
     ):
         policy_after(stages.stages[0], parent)
-    assert json.loads((tmp_path / "math" / "01-a" / "summary.json").read_text()) == {"stopped": None}
