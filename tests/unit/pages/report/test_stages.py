@@ -51,3 +51,12 @@ def test_hostile_list_of_stages_is_refused(tmp_path: Path, names: str) -> None:
     (folder / "stages.json").write_text(names)
     with pytest.raises(DamagedFileError, match=r"stages.json is damaged: it is no list of run folders"):
         write_page([str(folder)])
+
+
+def test_list_of_stages_that_is_a_link_is_refused(tmp_path: Path) -> None:
+    folder = write_stages(tmp_path, "01-warm", begun=1)
+    (tmp_path / "elsewhere.json").write_text('["01-warm"]')
+    (folder / "stages.json").unlink()
+    (folder / "stages.json").symlink_to(tmp_path / "elsewhere.json")
+    with pytest.raises(DamagedFileError, match=r"stages.json is a link that leads out of the run"):
+        write_page([str(folder)])
