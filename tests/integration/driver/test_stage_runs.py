@@ -28,7 +28,7 @@ def write_stages(cluster: None, policy: Path, tmp_path: Path) -> Callable[..., P
         shared = {
             "run": {"name": name, "storage_path": str(tmp_path), "max_failures": 0},
             "model": {"path": str(policy)},
-            "data": {"heldout": "arithmetic", "heldout_limit": 24},
+            "data": {"heldout": "arithmetic", "heldout_limit": 8},
             "grpo": {"prompts_per_step": 4, "num_generations": 4, "max_steps": 2, "save_steps": 1}
             | {"learning_rate": 1e-4, "adam_epsilon": 1e-6, "max_completion_length": 24},
             "rewards": {"functions": ["correctness", "reward_spies:vary"]},
