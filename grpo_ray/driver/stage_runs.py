@@ -24,7 +24,8 @@ import ray
 
 from grpo_ray.config.recorded import RECORDED_CONFIG
 from grpo_ray.config.schema import Config
-from grpo_ray.data.stream import DatasetIndex, build_index
+from grpo_ray.data.ledger import IdArray
+from grpo_ray.data.stream import build_index
 from grpo_ray.driver.cluster.connection import owns_cluster
 from grpo_ray.driver.preflight.checks import CHECKS, run_preflight
 from grpo_ray.driver.preflight.resume_fields import changed_settings
@@ -91,7 +92,7 @@ def train_stages(
     _folder(stages).write_json([each.folder_name for each in stages], STAGES_FILE)
     before = remaining[0]
     for stage in remaining:
-        ready = _with_policy(stage, stages)
+        ready = stage if stage is remaining[0] else _with_policy(stage, stages)
         _end_cluster_of_other_size(ready.config, before=before.config)
         summary, before = train(ready.config, make_progress(ready.config), (faults or {}).get(stage.name, ())), ready
         results.append(StageResult(ready, summary))
@@ -204,46 +205,43 @@ def check_stages(stages: Sequence[RunStage], make_progress: Callable[[Config], P
     Raises:
         GrpoRayError: the first check that fails; the message begins with the name of the stage.
     """
-    trained: dict[str, DatasetIndex] = {}
+    trained: dict[str, IdArray] = {}
     last = stages[-1]
     with ExitStack() as stack:
         progress = stack.enter_context(make_progress(stages[0].config))
         # The first stage comes last, so that the cluster that is started for it can be kept.
-        indexes: dict[str, tuple[DatasetIndex, Mapping[str, DatasetIndex]]] = {}
+        ids: dict[str, tuple[IdArray, Mapping[str, IdArray]]] = {}
         for stage in reversed(stages):
             _end_cluster_of_other_size(stage.config, before=last.config)
             last = stage
             progress.phase(f"checking stage {stage.name}")
             try:
-                indexes[stage.name] = _check_stage(stage, progress)
+                ids[stage.name] = _check_stage(stage, progress)
             except GrpoRayError as error:
                 raise type(error)(f"stage {stage.name}: {error}") from None
         for stage in stages:
-            training, heldout = indexes[stage.name]
+            training, heldout = ids[stage.name]
             for notice in _overlaps(stage, heldout, trained):
                 progress.notice(notice)
             trained[stage.name] = training
 
 
-def _check_stage(stage: RunStage, progress: ProgressLine) -> tuple[DatasetIndex, Mapping[str, DatasetIndex]]:
-    """Check one stage, and return the indexes of its problems: training, and held-out sets by key."""
+def _check_stage(stage: RunStage, progress: ProgressLine) -> tuple[IdArray, Mapping[str, IdArray]]:
+    """Check one stage, and return the sorted ids of its problems: those of training, and held-out sets by key."""
     context = RunContext(stage.config, run_folder(stage), progress, owns_cluster=owns_cluster())
     run_preflight(context, [check for check in CHECKS if check.name not in BEFORE_LAUNCH])
     training, heldout = context.splits
-    indexes = [build_index(split) for split in training.values()]
-    ids = np.unique(np.concatenate([index.ids for index in indexes]))
-    return replace(indexes[0], ids=ids), {key: build_index(split) for key, split in heldout.items()}
+    of_training = np.unique(np.concatenate([build_index(split).ids for split in training.values()]))
+    return of_training, {key: build_index(split).ids for key, split in heldout.items()}
 
 
-def _overlaps(
-    stage: RunStage, heldout: Mapping[str, DatasetIndex], trained: Mapping[str, DatasetIndex]
-) -> Iterator[str]:
+def _overlaps(stage: RunStage, heldout: Mapping[str, IdArray], trained: Mapping[str, IdArray]) -> Iterator[str]:
     """Yield a notice for each stage before that trains on held-out problems of this one."""
-    for key, index in heldout.items():
+    for key, ids in heldout.items():
         for name, training in trained.items():
-            if count := len(np.intersect1d(index.ids, training.ids, assume_unique=True)):
+            if count := len(np.intersect1d(ids, training, assume_unique=True)):
                 yield (
-                    f"stage {name} trains on {count} of the {len(index.ids)} held-out problems ({key}) of stage "
+                    f"stage {name} trains on {count} of the {len(ids)} held-out problems ({key}) of stage "
                     f"{stage.name}, so its accuracy there is no measure of unseen problems; set data.heldout"
                 )
 

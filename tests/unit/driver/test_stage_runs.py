@@ -3,11 +3,12 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 
 from grpo_ray.driver.stage_config import Stages, load_stages
-from grpo_ray.driver.stage_runs import finished_stages, policy_after, run_folder, unfinished_stages
+from grpo_ray.driver.stage_runs import _overlaps, finished_stages, policy_after, run_folder, unfinished_stages
 from grpo_ray.errors import CheckpointError, ConfigError
 from grpo_ray.storage.checkpoint_integrity import file_checksum
 from grpo_ray.storage.run_folder import RunFolder
@@ -121,3 +122,11 @@ def test_damaged_weights_of_the_best_checkpoint_are_refused(tmp_path: Path) -> N
         CheckpointError, match=r"stage a: .*checkpoint-000010 is damaged: model.safetensors was altered"
     ):
         policy_after(stages.stages[0], parent)
+
+
+def test_held_out_problems_that_an_earlier_stage_trains_on_are_named(tmp_path: Path) -> None:
+    _, stage, _ = stages_of(tmp_path)
+    heldout = {"heldout": np.array([2, 3, 5], np.uint64)}
+    trained = {"a": np.array([1, 2, 5], np.uint64), "z": np.array([7], np.uint64)}
+    (notice,) = _overlaps(stage, heldout, trained)
+    assert notice.startswith("stage a trains on 2 of the 3 held-out problems (heldout) of stage b,")
