@@ -753,7 +753,8 @@ def train_help() -> str:
     lines = [
         f"usage: grpo-ray train [{CONFIG}] [{OVERRIDE} ...]",
         "",
-        "Train from a YAML file, or continue the run of that name. Set fields in the file, or on the command line:",
+        "Train from a YAML file, or continue the run of that name. A file with `stages` runs them one after the other; "
+        "stages.NAME.section.field=value sets a field of one of them. Set fields in the file, or on the command line:",
     ]
     for section, fields in loader.describe_fields().items():
         lines.append(f"\n{section}:")
