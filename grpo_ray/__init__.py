@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from grpo_ray.config.schema import Config
     from grpo_ray.data.problem import Problem
     from grpo_ray.driver.run import prepare, train
+    from grpo_ray.driver.stage_config import load_stages
+    from grpo_ray.driver.stage_runs import train_stages
     from grpo_ray.errors import (
         CheckpointError,
         ConfigError,
@@ -77,8 +79,10 @@ __all__ = [
     "accuracy_reward",
     "load_config",
     "load_reward",
+    "load_stages",
     "prepare",
     "train",
+    "train_stages",
 ]
 
 _MODULES = {
@@ -92,8 +96,10 @@ _MODULES = {
     "accuracy_reward": "grpo_ray.rewards.correctness",
     "load_config": "grpo_ray.config.loader",
     "load_reward": "grpo_ray.rewards.registry",
+    "load_stages": "grpo_ray.driver.stage_config",
     "prepare": "grpo_ray.driver.run",
     "train": "grpo_ray.driver.run",
+    "train_stages": "grpo_ray.driver.stage_runs",
 }
 """Public name -> module that defines it. The errors, and `__version__`, are not in the table."""
 

@@ -24,6 +24,7 @@ from grpo_ray.config.reward_names import REWARD_SCORES, VERDICTS
 from grpo_ray.config.schema import Config, DataConfig, RolloutConfig, RunConfig
 from grpo_ray.config.similar_names import suggestion
 from grpo_ray.config.trl_fields import PASSED, allowed_values, default_text, meaning
+from grpo_ray.driver.stage_config import has_stages, load_stages
 from grpo_ray.errors import ConfigError, DamagedFileError, GrpoRayError, HubError, TrainingError
 from grpo_ray.resilience.error_triage import MEMORY_ADVICE, is_memory_kill
 from grpo_ray.storage.retry import is_full, is_transient
@@ -289,6 +290,8 @@ def run_train(arguments: argparse.Namespace) -> int:
     if arguments.help:
         print(train_help())
         return 0
+    if has_stages(arguments.config):
+        return run_stages(arguments)
     config = check_rewards(loader.load_config(arguments.config, arguments.overrides))
     print("loading libraries", flush=True)
     from grpo_ray.driver.run import train
@@ -325,9 +328,32 @@ def exit_status(summary: "RunSummary", stop_on: Sequence[str]) -> int:
     return 128 + signal.Signals[summary.stopped]
 
 
+def run_stages(arguments: argparse.Namespace) -> int:
+    """Run the stages of a YAML one after the other, from the first one that has not ended."""
+    stages = load_stages(arguments.config, arguments.overrides)
+    for stage in stages:
+        check_rewards(stage.config)
+    print("loading libraries", flush=True)
+    from grpo_ray.driver.stage_runs import StageResult, train_stages
+    from grpo_ray.driver.tables import print_summary
+
+    def show(result: StageResult) -> None:
+        place = f"stage {result.stage.number} of {len(stages)}, {result.stage.name}"
+        if result.summary is None:
+            print(f"{place}: has ended before", flush=True)
+        else:
+            print(f"{place}:", flush=True)
+            print_summary(result.summary)
+
+    last = train_stages(stages, show)[-1]
+    return 0 if last.summary is None else exit_status(last.summary, last.stage.config.run.stop_on)
+
+
 def run_chaos(arguments: argparse.Namespace) -> int:
     """Train with injected faults. Returns 1 if a group is missing or a problem was used twice in an epoch."""
     config = check_rewards(load_chaos_config(arguments))
+    if config.run.kind == "sft":
+        raise ConfigError("chaos injects the faults of a run of GRPO; run.kind=sft is not supported")
     from grpo_ray.driver.run import train
     from grpo_ray.driver.tables import print_fault_outcomes, print_summary
     from grpo_ray.resilience.chaos import (
@@ -366,11 +392,41 @@ def run_chaos(arguments: argparse.Namespace) -> int:
 def run_check(arguments: argparse.Namespace) -> int:
     """Audit data, rewards and memory, and write the ids of unverifiable problems to the run folder."""
     require_options_with_effect(arguments)
-    config = loader.load_config(arguments.config, arguments.overrides)
+    if has_stages(arguments.config):
+        return check_each_stage(arguments)
+    return check_config(loader.load_config(arguments.config, arguments.overrides), arguments)
+
+
+def check_each_stage(arguments: argparse.Namespace) -> int:
+    """Check all stages of a YAML together, then audit each of them as `check` does."""
+    for option in ("attack", "forecast", "json"):
+        if getattr(arguments, option):
+            raise ConfigError(
+                f"--{option} takes one run, and {arguments.config} has stages; check a file with the settings of one "
+                f"stage, or leave --{option} out"
+            )
+    stages = load_stages(arguments.config, arguments.overrides)
+    from grpo_ray.driver.stage_runs import check_stages, unfinished_stages
+
+    remaining = unfinished_stages(stages)
+    if not remaining:
+        print("all stages have ended")
+        return 0
+    check_stages(remaining)
+    for stage in remaining:
+        print(f"stage {stage.number} of {len(stages)}, {stage.name}:", flush=True)
+        check_config(stage.config, arguments)
+    return 0
+
+
+def check_config(config: Config, arguments: argparse.Namespace) -> int:
+    """Audit one run as `check` does; return the exit status."""
+    if config.run.kind == "sft" and (arguments.attack or arguments.forecast):
+        raise ConfigError("--attack and --forecast try rewards, which run.kind=sft has none of; leave them out")
+    from grpo_ray.driver.launch import UNVERIFIABLE_FILE
     from grpo_ray.driver.preflight.audit import audit
     from grpo_ray.driver.preflight.checks import AUDIT_CHECKS, run_preflight
     from grpo_ray.driver.preflight.run_context import RunContext
-    from grpo_ray.driver.stages import UNVERIFIABLE_FILE
     from grpo_ray.driver.tables import print_audit
     from grpo_ray.observers.terminal.progress import ProgressLine
     from grpo_ray.storage.lease import RunLease
@@ -398,7 +454,8 @@ def run_check(arguments: argparse.Namespace) -> int:
 
     if arguments.json:
         write_json(arguments.json, described)
-    print_placement(config, report.policy, folder, record)
+    if config.run.kind == "grpo":  # nothing is generated for the steps of fine-tuning
+        print_placement(config, report.policy, folder, record)
     if arguments.attack:
         seconds = SECONDS_OF_ATTACK if arguments.seconds is None else arguments.seconds
         stopped = run_attack(config, seconds, report.columns, record)
@@ -886,7 +943,8 @@ def train_help() -> str:
     lines = [
         f"usage: grpo-ray train [{CONFIG}] [{OVERRIDE} ...]",
         "",
-        "Train from a YAML file, or continue the run of that name. Set fields in the file, or on the command line:",
+        "Train from a YAML file, or continue the run of that name. A file with `stages` runs them one after the other; "
+        "stages.NAME.section.field=value sets a field of one of them. Set fields in the file, or on the command line:",
     ]
     for section, fields in loader.describe_fields().items():
         lines.append(f"\n{section}:")

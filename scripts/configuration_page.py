@@ -32,6 +32,7 @@ grpo-ray train CONFIG.yaml section.field=value ...
 ```
 
 An entry of a field that is a mapping is set in the same way: `grpo.generation_kwargs.min_tokens=8`. The others stay.
+With the key `stages` a file describes several runs that follow one another ([stages](experiments.md#stages)).
 
 A field that is not set has its default; so do all fields of a section that is missing or empty. `null` is a value like
 any other where a field allows it. Numbers may be in scientific notation (`1e-6`).

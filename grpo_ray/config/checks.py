@@ -1175,12 +1175,38 @@ def sources_name_what_exists(config: "Config") -> str | None:
     return None
 
 
+def fine_tuning_goes_with_options(config: "Config") -> str | None:
+    """Refuse options that supervised fine-tuning cannot have, and a ranking by rewards, which it has none of."""
+    if config.run.kind != "sft":
+        return None
+    metric = config.run.best_metric
+    wrong = (
+        (config.cluster.shard_learner, "cluster.shard_learner=true", "cluster.shard_learner=false"),
+        (config.engine.is_dedicated, "engine.placement=dedicated", "engine.placement=colocated"),
+        (config.model.quantization is not None, f"model.quantization={config.model.quantization}", "it to null"),
+        (config.model.share_base, "model.share_base=true", "model.share_base=false"),
+        (config.model.adapter_optimizer is not None, "model.adapter_optimizer", "it to null"),
+        (config.rollout.has_conversations, "rollout.tools, environment or function", "them to [] and null"),
+        (config.rollout.max_staleness > 0, f"rollout.max_staleness={config.rollout.max_staleness}", "it to 0"),
+        (config.grpo.steps_per_generation > 1, f"grpo.steps_per_generation={config.grpo.steps_per_generation}", "1"),
+        (config.num_iterations > 1, f"grpo.epochs={config.num_iterations}", "1"),
+        (config.grpo.dynamic_sampling > 0, f"grpo.dynamic_sampling={config.grpo.dynamic_sampling}", "0"),
+        (config.data.skip_solved is not None, f"data.skip_solved={config.data.skip_solved}", "it to null"),
+        (config.data.prefer_mixed, "data.prefer_mixed=true", "data.prefer_mixed=false"),
+        (metric.startswith("reward/"), f"run.best_metric={metric}", "run.best_metric=heldout/accuracy"),
+    )
+    return next(
+        (f"{setting} cannot be used with run.kind=sft; set {mend}" for is_set, setting, mend in wrong if is_set), None
+    )
+
+
 CHECKS: tuple[Callable[["Config"], str | None], ...] = (
     numbers_are_finite,
     run_name_is_no_checkpoint,
     worker_range_is_ordered,
     engine_range_is_ordered,
     best_metric_ranks_checkpoints,
+    fine_tuning_goes_with_options,
     ranking_reward_is_of_each_checkpoint,
     solved_problems_are_known,
     dynamic_sampling_scales_by_group,

@@ -18,6 +18,8 @@ from grpo_ray.config.yaml_documents import RepeatedKeyError, YamlError, parse_ya
 from grpo_ray.errors import ConfigError
 from grpo_ray.text.redaction import HIDDEN, hidden_settings, redact_text, remember_secrets, strip_hidden
 
+STAGES = "stages"
+"""Key of a YAML whose runs follow one another (`driver/stage_config.py`); it is no section."""
 COMMENT = re.compile(r"(?:^|\s)#")
 """Start of a comment in YAML."""
 
@@ -48,9 +50,14 @@ def load_config(
     if path is None or settings is not None:
         merged: dict[str, Any] = {name: dict(section) for name, section in (settings or {}).items()}
     else:
-        merged = {name: section for name, section in _read_yaml(str(path), text).items() if name not in drop}
+        merged = {name: section for name, section in read_yaml(str(path), text).items() if name not in drop}
+        if STAGES in merged:
+            raise ConfigError(
+                f"{path}: has stages, which only grpo-ray train and check (in Python: load_stages) can read; name the "
+                "config.yaml in the run folder of one stage"
+            )
     for override in overrides:
-        _apply_override(merged, override)
+        apply_override(merged, override)
     for section, fields in defaults.items():
         if isinstance(given := merged.get(section) or {}, dict):
             merged[section] = {**fields, **given}
@@ -62,8 +69,12 @@ def load_config(
     return from_mapping(merged)
 
 
-def _apply_override(settings: dict[str, Any], override: str) -> None:
-    """Set the field that an override names, or an entry of a field that is a mapping. Raises ConfigError."""
+def apply_override(settings: dict[str, Any], override: str) -> None:
+    """Set the field that an override names, or an entry of a field that is a mapping; changes `settings`.
+
+    Raises:
+        ConfigError: the override is malformed, or the value that it names is no mapping.
+    """
     key, equals, value = override.partition("=")
     section, *names = key.split(".")
     if not (equals and names and all(names)):
@@ -160,7 +171,7 @@ def describe_fields() -> dict[str, dict[str, tuple[Any, str]]]:
     }
 
 
-def _read_yaml(path: str, text: str | None) -> dict[str, Any]:
+def read_yaml(path: str, text: str | None) -> dict[str, Any]:
     """Parse a YAML file, or its content if that has been read already. Raises ConfigError."""
     try:
         text = Path(path).read_text(encoding="utf-8") if text is None else text

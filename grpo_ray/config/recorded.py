@@ -21,7 +21,7 @@ RECORDED_CONFIG = "config.yaml"
 """Name of the file in a run folder."""
 UNUSED_FIELDS = {
     "model": ("trust_remote_code", "lora", "peft", "adapter_optimizer", "quantization", "share_base"),
-    "run": ("storage_path", "from_checkpoint", "best_metric", "stop_on", "notify"),
+    "run": ("kind", "storage_path", "from_checkpoint", "best_metric", "stop_on", "notify"),
     "data": ("skip_solved", "prefer_mixed"),
     "rollout": ("isolation", "variables", "max_staleness", "anchor"),
 }

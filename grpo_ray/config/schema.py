@@ -130,6 +130,10 @@ class RunConfig:
     storage_path: str = "~/grpo_ray_runs"
     """Parent of all run folders: a local path, an NFS path, or an s3:// or gs:// URI. On a cluster, every node must be
     able to read and write it."""
+    kind: Literal["grpo", "sft"] = "grpo"
+    """Objective. "grpo": rewards of sampled completions. "sft": supervised fine-tuning on demonstrations, rows of
+    `data.train` with a column `completion`; a step has `grpo.prompts_per_step` of them, and held-out problems are
+    measured as with "grpo" (see experiments.md)."""
     seed: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
     """Seed of the problem order and of every sampled token."""
     resume: Literal["latest", "best", "never"] = "latest"

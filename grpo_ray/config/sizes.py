@@ -20,8 +20,9 @@ class Sizes:
 
     @property
     def completions_per_step(self) -> int:
-        """Completions of one optimizer step, over all workers."""
-        return self.config.grpo.prompts_per_step * self.config.grpo.num_generations
+        """Completions of one optimizer step, over all workers; with `run.kind=sft` its demonstrations."""
+        group = self.config.grpo.num_generations if self.config.run.kind == "grpo" else 1
+        return self.config.grpo.prompts_per_step * group
 
     @property
     def prompts_per_generation(self) -> int:

@@ -18,6 +18,7 @@ from functools import partial
 from typing import Any, BinaryIO, cast
 
 from grpo_ray.config.sources import FILE_SUFFIXES
+from grpo_ray.data.demonstrations import demonstrated_text
 from grpo_ray.data.problem import Problem, parse_problem
 from grpo_ray.data.program_tests import parse_tests
 from grpo_ray.errors import DataError, GrpoRayError
@@ -52,6 +53,8 @@ class FileShard:
     """True if the columns determine the task (`parse_problem`)."""
     has_tests: bool = False
     """True if the column `tests` holds tests of programs, which are checked."""
+    is_demonstration: bool = False
+    """True if the rows are demonstrations, whose column `completion` is checked."""
 
     def read(self) -> Iterator[Problem]:
         """Yield the shard's problems in the file's order.
@@ -71,9 +74,12 @@ class FileShard:
                     system_prompt=self.system_prompt,
                     needs_solution=self.needs_solution,
                     columns_decide=self.columns_decide,
+                    is_demonstration=self.is_demonstration,
                 )
                 if self.has_tests:
                     check_tests(problem)
+                if self.is_demonstration:
+                    demonstrated_text(problem)
             except DataError as error:
                 raise DataError(f"{error}{_renamed_columns(str(error), self.columns)}") from None
             yield problem

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from grpo_ray.data.demonstrations import COMPLETION
 from grpo_ray.errors import DataError
 
 ROLES = ("system", "user", "assistant")
@@ -140,6 +141,7 @@ def parse_problem(
     system_prompt: str | None = None,
     needs_solution: bool = True,
     columns_decide: bool = False,
+    is_demonstration: bool = False,
 ) -> Problem:
     """Convert one row of a dataset into a `Problem`.
 
@@ -151,6 +153,7 @@ def parse_problem(
         needs_solution: if False, a row without a solution gets an empty one.
         columns_decide: True if the columns determine the task, as those of an environment do; rows with equal prompts
             and solutions are then different questions.
+        is_demonstration: True for a row with a column `completion`, which no reward receives.
 
     Raises:
         DataError: the row cannot be used; the message names `where` and the field.
@@ -170,7 +173,8 @@ def parse_problem(
         content_id = problem_id(prompt, solution, columns) if columns else question_id
     except UnicodeEncodeError:
         raise DataError(f"{where}: 'prompt' or 'solution' contains an unpaired surrogate, which is no text") from None
-    if reserved := next((name for name in columns if name in RESERVED_COLUMNS), None):
+    allowed = (COMPLETION,) if is_demonstration else ()
+    if reserved := next((name for name in columns if name in RESERVED_COLUMNS and name not in allowed), None):
         raise DataError(
             f"{where}: column '{reserved}' cannot be passed to rewards, because it {RESERVED_COLUMNS[reserved]}; "
             f"rename it in the file, or with data.columns={{source_{reserved}: {reserved}}}"

@@ -20,6 +20,7 @@ from grpo_ray.data.gsm8k import gsm8k_shards
 from grpo_ray.data.guessing import guessing_problems
 from grpo_ray.data.multiplication import multiplication_problems
 from grpo_ray.data.problem import Problem
+from grpo_ray.errors import DataError
 
 
 class Shard(Protocol):
@@ -115,6 +116,20 @@ def open_dataset(
         replace(each, needs_solution=False, columns_decide=columns_decide) if isinstance(each, FileShard) else each
         for each in shards
     ]
+
+
+def as_demonstrations(shards: Sequence[Shard], dataset: str) -> list[Shard]:
+    """Return the shards of a dataset for supervised fine-tuning.
+
+    Raises:
+        DataError: the dataset is built in, and has no demonstrations.
+    """
+    if not all(isinstance(each, FileShard) for each in shards):
+        raise DataError(
+            f"data.train={dataset} has no demonstrations, which run.kind=sft trains on; name files, or a dataset of "
+            "the hub, with the columns prompt and completion"
+        )
+    return [replace(each, is_demonstration=True) for each in shards if isinstance(each, FileShard)]
 
 
 def _open_dataset(name: str, split: str, config: DataConfig | TrainingSource) -> Sequence[Shard]:

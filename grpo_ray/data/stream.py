@@ -26,7 +26,7 @@ from grpo_ray.config.schema import Config
 from grpo_ray.config.sources import TrainingSource, derived_heldout_share
 from grpo_ray.data.ledger import DatasetFingerprint, IdArray, ids_to_uint64, isin_sorted, uint64_to_ids
 from grpo_ray.data.problem import Problem
-from grpo_ray.data.registry import Shard, SourceShard, is_heldout, open_dataset
+from grpo_ray.data.registry import Shard, SourceShard, as_demonstrations, is_heldout, open_dataset
 from grpo_ray.errors import DataError
 
 if TYPE_CHECKING:
@@ -112,10 +112,17 @@ def open_splits(
     data, heldout = config.data, config.heldout_sources
     needs = needs_solutions or config.needs_solutions_of
 
-    def open_source(dataset: str, split: str, source: TrainingSource | None) -> Sequence[Shard]:
+    is_taught = config.run.kind == "sft"
+
+    def open_source(
+        dataset: str, split: str, source: TrainingSource | None, *, is_only_taught: bool = False
+    ) -> Sequence[Shard]:
         name = "" if source is None else source.name
-        has_tests = "code_tests" in (*config.rewards_of(name), config.heldout_score_of(name))
-        shards = open_dataset(dataset, split, source or data, needs(name), config.columns_decide_tasks, has_tests)
+        has_tests = not is_only_taught and "code_tests" in (*config.rewards_of(name), config.heldout_score_of(name))
+        needs_solution = not is_only_taught and needs(name)
+        shards = open_dataset(dataset, split, source or data, needs_solution, config.columns_decide_tasks, has_tests)
+        if is_taught and split == "train":
+            shards = as_demonstrations(shards, dataset)
         return (
             shards if source is None or not name else [SourceShard(each, name, source.environment) for each in shards]
         )
@@ -123,10 +130,11 @@ def open_splits(
     training: dict[str, Split] = {}
     parts: dict[str, Split] = {}
     for name, source in config.training_sources.items():
-        shards = open_source(source.dataset, "train", source)
         key = f"{HELDOUT}/{name}" if name else HELDOUT
+        has_part = key in heldout and heldout[key].is_part_of_training
+        shards = open_source(source.dataset, "train", source, is_only_taught=is_taught and not has_part)
         share = 0.0
-        if key in heldout and heldout[key].is_part_of_training:
+        if has_part:
             share = data.heldout_share or derived_heldout_share(data.heldout, sum(shard.num_rows for shard in shards))
             parts[key] = Split(source.label, shards, share, keep_heldout=True, limit=data.heldout_limit)
         training[name] = Split(source.label, shards, share, limit=source.limit)

@@ -1,6 +1,6 @@
 """The driver: from a config to a finished Ray Train run and its summary.
 
-`prepare` and `train` are a list of stages. A config, dataset or cluster that cannot work is refused before a worker
+`prepare` and `train` are a list of phases. A config, dataset or cluster that cannot work is refused before a worker
 starts.
 """
 
@@ -17,13 +17,13 @@ import ray.train
 from ray.train.torch import TorchTrainer
 
 from grpo_ray.config.schema import Config
-from grpo_ray.driver.cluster.connection import ClusterWatch, start_coordinator, starts_cluster
+from grpo_ray.driver.cluster.connection import ClusterWatch, owns_cluster, start_coordinator
 from grpo_ray.driver.cluster.warm_start import end_warm_start
 from grpo_ray.driver.engines import running_engines, start_pool
+from grpo_ray.driver.launch import begin_launch, find_resume_point, index_datasets, prepare_policy
 from grpo_ray.driver.preflight.checks import run_preflight
 from grpo_ray.driver.preflight.run_context import RunContext
 from grpo_ray.driver.run_observers import build_observers
-from grpo_ray.driver.stages import begin_launch, find_resume_point, index_datasets, prepare_policy
 from grpo_ray.driver.summary import PAUSED, HeldoutSummary, RunSummary, summarize_run
 from grpo_ray.driver.trainer import TrainerPlan
 from grpo_ray.errors import GrpoRayError, RepeatedWorkerError, SupersededError, TrainingError
@@ -85,7 +85,7 @@ def prepare(
     with ExitStack() as stack:
         stack.enter_context(survives_hangup())
         line = stack.enter_context(progress or build_progress(config))
-        context = RunContext(config, folder, line, owns_cluster=starts_cluster())
+        context = RunContext(config, folder, line, owns_cluster=owns_cluster())
         lease = stack.enter_context(RunLease.acquire(folder, config.run.takeover, context.progress.notice))
         run_preflight(context)
         indexes = index_datasets(context)

@@ -16,8 +16,8 @@ from grpo_ray.data.split import StepDataConfig
 from grpo_ray.data.stream import heldout_dataset, training_stream
 from grpo_ray.device import compute_device, device_environment
 from grpo_ray.driver.cluster.connection import spare_workers, threads_per_worker
+from grpo_ray.driver.launch import DatasetIndexes, InitialPolicy, ResumePoint
 from grpo_ray.driver.preflight.run_context import RunContext
-from grpo_ray.driver.stages import DatasetIndexes, InitialPolicy, ResumePoint
 from grpo_ray.evaluation.baseline import Baseline, baseline_setup
 from grpo_ray.evaluation.evaluate import CheckpointEvaluator, worker_environment
 from grpo_ray.evaluation.metrics import measurement_conditions

@@ -12,8 +12,8 @@ from typing import Any, Literal
 
 from grpo_ray.config.schema import Config, GrpoConfig, RunConfig
 from grpo_ray.driver.cluster.connection import WarmStartEnd
+from grpo_ray.driver.launch import UNVERIFIABLE_FILE
 from grpo_ray.driver.run import prepare
-from grpo_ray.driver.stages import UNVERIFIABLE_FILE
 from grpo_ray.errors import GrpoRayError
 from grpo_ray.observers.feed import RunObserver
 from grpo_ray.storage.run_folder import RunFolder

@@ -11,9 +11,9 @@ import tempfile
 from pathlib import Path
 
 from grpo_ray.config.recorded import RECORDED_CONFIG
+from grpo_ray.driver.launch import BEGUN_WITH, UNVERIFIABLE_FILE, UPLOADED
 from grpo_ray.driver.preflight.overlong import OVERLONG_FILE
 from grpo_ray.driver.preflight.same_run import FINGERPRINT_FILE, POLICY_CONTENTS
-from grpo_ray.driver.stages import BEGUN_WITH, UNVERIFIABLE_FILE, UPLOADED
 from grpo_ray.errors import CheckpointError
 from grpo_ray.models.plausible_policy import require_plausible_policy
 from grpo_ray.rewards import verdicts

@@ -10,7 +10,7 @@
 
 from collections.abc import Sequence
 
-from grpo_ray.driver.preflight.resume_fields import APPLIED
+from grpo_ray.driver.preflight import resume_fields
 from grpo_ray.errors import ConfigError
 
 REFUSED = {
@@ -20,7 +20,7 @@ REFUSED = {
 }
 """Field -> reason why a fork cannot set it."""
 
-LAUNCH = frozenset(APPLIED["to this launch: processes, folders and limits"]) - REFUSED.keys()
+LAUNCH = frozenset(resume_fields.APPLIED[resume_fields.LAUNCH]) - REFUSED.keys()
 """Fields that do not change what a step computes, except by rounding."""
 
 

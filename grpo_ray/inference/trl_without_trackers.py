@@ -5,29 +5,12 @@ each worker. A run's trackers have processes of their own (`observers/trackers`)
 TRL.
 """
 
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 # Imported before the trackers are hidden, so that these libraries detect which trackers are installed.
 import accelerate  # noqa: F401
 import transformers.trainer  # noqa: F401
 import vllm  # noqa: F401
 
-TRACKERS = ("wandb", "mlflow", "trackio")
-
-
-@contextmanager
-def hidden(modules: tuple[str, ...]) -> Iterator[None]:
-    """Make imports of these modules fail in this context, as if they were not installed; imported ones stay."""
-    names = [name for name in modules if name not in sys.modules]
-    sys.modules.update(dict.fromkeys(names))  # type: ignore[arg-type]  # None makes an import fail
-    try:
-        yield
-    finally:
-        for name in names:
-            del sys.modules[name]
-
+from grpo_ray.inference.without_trackers import TRACKERS, hidden
 
 with hidden(TRACKERS):
     from trl.generation.vllm_generation import VLLMGeneration, empty_cache

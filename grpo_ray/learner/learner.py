@@ -1,4 +1,4 @@
-"""The GRPO learner: the only subclass of TRL's trainer.
+"""The GRPO learner: the subclass of TRL's GRPOTrainer (`sft.py` has that of its SFTTrainer).
 
 A step's completions are collected by `rollouts/collector.py`, which does not depend on a trainer; TRL's code for this
 is not called. The learner divides the rollout into micro-batches (`micro_batches.py`); TRL computes the loss, and
@@ -54,10 +54,12 @@ from grpo_ray.inference.trl_without_trackers import GRPOTrainer
 from grpo_ray.inference.vllm_internals import MaskReader
 from grpo_ray.learner.attention import AttentionFacts, use_packing_attention
 from grpo_ray.learner.batch import Batch, loss_mask, proof_logps, select_rows
+from grpo_ray.learner.checkpoint_kind import check_checkpoint_kind
 from grpo_ray.learner.collectives import Workers
 from grpo_ray.learner.entropy import EntropyTokens, entropy_bonus_correction, select_high_entropy
 from grpo_ray.learner.exact_savings import LossSettings, SavingsPlan, can_pack, plan_savings
 from grpo_ray.learner.forward_pass import score_rows, score_tokens
+from grpo_ray.learner.hooks import LearnerHooks, ignore, no_hooks
 from grpo_ray.learner.micro_batches import plan_micro_batches, scale_metrics
 from grpo_ray.learner.passes import Layout, PassLimit, fewest_passes, split_rows
 from grpo_ray.learner.resume import OptimizerSettings, ResumedSettings, move_named_state
@@ -98,20 +100,16 @@ from grpo_ray.learner.trl_internals import (
     shard_without_gpus,
     sharding_reference_by_layer,
 )
-from grpo_ray.models.adapter_folders import has_adapter, record_base_policy
+from grpo_ray.models.adapter_folders import record_base_policy
 from grpo_ray.models.adapters import adapter_optimizer, base_model, peft_config, train_in_float32
 from grpo_ray.models.quantized import (
     Quantization,
     kept_modules,
     quantize_policy,
-    read_quantization,
     record_quantization,
 )
-from grpo_ray.models.shards import has_shards
 from grpo_ray.models.tokenizer import load_tokenizer
 from grpo_ray.rewards.registry import load_rewards
-from grpo_ray.storage.records.groups import GroupRecord
-from grpo_ray.storage.records.tokens import LossTokens
 from grpo_ray.telemetry.profiler import PhaseProfiler, in_phase
 
 SCHEDULER = "scheduler.pt"
@@ -120,30 +118,6 @@ SCHEDULER = "scheduler.pt"
 REFERENCE = "reference.pt"
 """File of a checkpoint with the weights of the reference, if it follows the policy (`grpo.sync_ref_model`). It is not
 a safetensors file, because vLLM loads every safetensors file in a folder as part of the policy."""
-
-
-def _ignore(*args: object) -> None:
-    """Do nothing."""
-
-
-@dataclass(frozen=True)
-class LearnerHooks:
-    """Callbacks of a learner and functions that it calls while it trains."""
-
-    callbacks: Sequence[TrainerCallback] = ()
-    record_groups: Callable[[list[GroupRecord]], None] = _ignore
-    """Receives this worker's groups of a step, before the step is taken."""
-    record_tokens: Callable[[list[LossTokens]], None] = _ignore
-    """Receives the tokens of recorded completions that this worker has read, after the last micro-batch of a step."""
-    observe_loss: Callable[[torch.Tensor], None] = _ignore
-    """Receives the loss of each micro-batch."""
-    notify: Callable[[str], None] = _ignore
-    """Shows the user a line."""
-
-
-def no_hooks(learner: "Learner") -> LearnerHooks:
-    """Return hooks that do nothing."""
-    return LearnerHooks()
 
 
 @dataclass(frozen=True)
@@ -396,6 +370,14 @@ class Learner(GRPOTrainer):
             for name, reward in zip(self.reward_func_names, self.reward_funcs, strict=True)
             if _is_stateful(reward)
         }
+
+    def save_open_rollouts(self, folder: Path) -> None:
+        """Write the completions of later steps into a checkpoint's folder; collective."""
+        self.collector.sampler.save(folder)
+
+    def load_open_rollouts(self, folder: Path) -> None:
+        """Read the completions of later steps from a checkpoint's folder; called before the first step."""
+        self.collector.sampler.load(folder)
 
     def load_reward_states(self, states: dict[str, Any]) -> None:
         """Restore the states that `reward_states` returned."""
@@ -808,7 +790,7 @@ def build_learner(
     output_dir: str,
     problems: Iterable[tuple[Problem, int]],
     make_hooks: Callable[[Learner], LearnerHooks] = no_hooks,
-    on_progress: Callable[[str], None] = _ignore,
+    on_progress: Callable[[str], None] = ignore,
     profiler: PhaseProfiler | None = None,
     pool: Any = None,
 ) -> Learner:
@@ -827,7 +809,7 @@ def build_learner(
     tokenizer = load_tokenizer(model_path, config.model.trust_remote_code)
 
     def make_engine(learner: Learner) -> Engine | DedicatedEngine:
-        notify = learner.hooks.notify if learner.accelerator.is_main_process else _ignore
+        notify = learner.hooks.notify if learner.accelerator.is_main_process else ignore
         of_learner = (learner.model, learner.accelerator, tokenizer)
         if pool is not None:
             on_progress("waiting for the engines")
@@ -861,29 +843,6 @@ def _policy(config: Config, model_path: str, args: GRPOConfig) -> Any:
     policy = create_model_from_path(model_path, **policy_settings(args))
     quantize_policy(policy, config.model.quantization, kept_modules(config.model.adapter))
     return policy
-
-
-def check_checkpoint_kind(checkpoint: str, config: Config) -> None:
-    """Raise CheckpointError if a checkpoint was written with another adapter, base or `cluster.shard_learner`."""
-    is_adapter = has_adapter(checkpoint)
-    if is_adapter != (config.model.adapter is not None):
-        content = "an adapter" if is_adapter else "a whole policy"
-        raise CheckpointError(
-            f"the checkpoint holds {content}, which does not match model.lora or model.peft; to begin with another "
-            "kind, export the checkpoint (grpo-ray export) and name the folder as model.path"
-        )
-    base = read_quantization(checkpoint)
-    if is_adapter and base != Quantization.of(config):
-        raise CheckpointError(
-            f"the checkpoint's adapter belongs to {Quantization.describe(base)}, and the config names "
-            f"{Quantization.describe(Quantization.of(config))}; set model.quantization and model.dtype as they were"
-        )
-    was_sharded = has_shards(checkpoint)
-    if was_sharded != config.cluster.shard_learner:
-        raise CheckpointError(
-            f"the checkpoint was written with cluster.shard_learner={str(was_sharded).lower()}, and its optimizer "
-            "state can only be loaded with the same setting; set it as it was"
-        )
 
 
 def _is_stateful(reward: Any) -> bool:

@@ -24,7 +24,7 @@ def trl_arguments(config: Config, output_dir: str, *, on_driver: bool = False) -
     """
     workers, grpo = config.cluster.max_workers, config.grpo
     accumulation = config.sizes.completions_per_step // config.sizes.micro_batch_size
-    optional = _optional_arguments(config)
+    optional = optional_arguments(config)
     on_cpu = on_driver or compute_device(config.cluster.use_gpu) == "cpu"
     if on_cpu:
         optional.pop("tf32", None)  # refused without a GPU that has this format
@@ -61,7 +61,7 @@ def trl_arguments(config: Config, output_dir: str, *, on_driver: bool = False) -
     return args
 
 
-def _optional_arguments(config: Config) -> dict[str, Any]:
+def optional_arguments(config: Config) -> dict[str, Any]:
     """Return the TRL fields of the section `grpo`, with defaults and fields that depend on other sections."""
     arguments: dict[str, Any] = {
         # In a run, workers set it by their memory plan. This default is for a learner outside a run, on an unknown GPU.

@@ -234,11 +234,12 @@ class FaultInjector:
         self._engine = learner.engine
         _wrap(learner.engine, "rounds", self._fail_while_generating)  # held-out measurements use `heldout_rounds`
         _wrap(learner.accelerator, "backward", self._before("kill-backward", lambda: _die_in_backward(learner.model)))
-        _wrap(learner.collector.scorer, "score", self._before("hang", self._hang))
+        if hasattr(learner, "collector"):  # of GRPO
+            _wrap(learner.collector.scorer, "score", self._before("hang", self._hang))
+            _wrap(learner, "_compute_loss", self._make_loss_nan)
         _wrap(learner, "training_step", self._before("exception", _raise))
         _wrap(learner, "training_step", self._before("torn-checkpoint", lambda: self._damage_checkpoint(_truncate)))
         _wrap(learner, "training_step", self._before("flipped-byte", lambda: self._damage_checkpoint(_flip_bit)))
-        _wrap(learner, "_compute_loss", self._make_loss_nan)
         _wrap(CheckpointUploader, "_copy_file", self._fail_or_die_in_upload)
         _wrap(CheckpointUploader, "__call__", self._die_before_commit)
 

@@ -34,7 +34,15 @@ METRICS: dict[str, tuple[str, str]] = {
     "policy/entropy": ("entropy", "Mean entropy of the policy over the tokens that the learner read, nats."),
     "policy/kl": ("kl", "Mean divergence from the reference policy, nats; with grpo.beta > 0 only."),
     "policy/clipped_share": ("clip_ratio/region_mean", "Share of tokens whose ratio left the trust region."),
-    "learner/loss": ("loss", "The loss; near zero on-policy, and no measure of success."),
+    "learner/loss": (
+        "loss",
+        "The loss; near zero on-policy, and no measure of success. With run.kind=sft the mean negative log-likelihood "
+        "of the demonstrations' tokens, nats.",
+    ),
+    "learner/token_accuracy": (
+        "mean_token_accuracy",
+        "Share of the demonstrations' tokens that are the most probable ones; with run.kind=sft only.",
+    ),
     "learner/gradient_norm": ("grad_norm", "Norm of the gradient before clipping."),
     "learner/learning_rate": ("learning_rate", "Learning rate of the step."),
     "learner/completions_share": (

@@ -1,11 +1,11 @@
 """Training of one worker, from loaded libraries to the last step: learner, callbacks and watchdog put together."""
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback
 
@@ -18,7 +18,8 @@ from grpo_ray.evaluation.baseline import (
     measure_baseline,
 )
 from grpo_ray.evaluation.metrics import EvaluationResult, unique_problems
-from grpo_ray.learner.learner import Learner, LearnerHooks, build_learner
+from grpo_ray.learner.hooks import LearnerHooks
+from grpo_ray.learner.learner import Learner, build_learner
 from grpo_ray.models.memory import MemoryPlan
 from grpo_ray.resilience.chaos import FaultInjector
 from grpo_ray.resilience.elastic import PreemptionNotice
@@ -46,6 +47,9 @@ from grpo_ray.training.report_callback import (
     WatchdogCallback,
 )
 from grpo_ray.training.start_point import StartPoint
+
+if TYPE_CHECKING:
+    from grpo_ray.learner.sft import SftLearner
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +86,7 @@ def run_training(inputs: TrainingInputs) -> None:
     plan = plan_for_workers(attempt.config, model_path)
     if plan is not None and attempt.rank == 0:
         attempt.notify(describe_plan(plan))
-    learner = build_learner(
+    learner = _builder(attempt.config.run.kind)(
         apply_plan(attempt.config, plan),
         model_path=model_path,
         output_dir=attempt.scratch,
@@ -98,7 +102,7 @@ def run_training(inputs: TrainingInputs) -> None:
         )
         if checkpoint is not None:  # of another run, it has neither states of rewards nor completions of later steps
             learner.load_reward_states(checkpoints.load_reward_states(checkpoint, attempt.rank))
-            learner.collector.sampler.load(checkpoint)
+            learner.load_open_rollouts(checkpoint)
         try:
             with watchdog:
                 learner.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
@@ -106,8 +110,21 @@ def run_training(inputs: TrainingInputs) -> None:
             learner.end_tools()
 
 
+def _builder(kind: str) -> Callable[..., Any]:
+    """Return the function that builds the learner of a kind of run (`run.kind`)."""
+    if kind == "grpo":
+        return build_learner
+    from grpo_ray.learner.sft import build_sft_learner  # the other trainer of TRL, which most runs do not need
+
+    return build_sft_learner
+
+
 def build_hooks(
-    inputs: TrainingInputs, learner: Learner, profiler: PhaseProfiler, watchdog: Watchdog, plan: MemoryPlan | None
+    inputs: TrainingInputs,
+    learner: "Learner | SftLearner",
+    profiler: PhaseProfiler,
+    watchdog: Watchdog,
+    plan: MemoryPlan | None,
 ) -> LearnerHooks:
     """Create the callbacks of a learner, and the functions that it calls while it trains.
 
@@ -148,7 +165,7 @@ def build_hooks(
 
 
 def build_report(
-    inputs: TrainingInputs, learner: Learner, monitor: NonFiniteMonitor, profiler: PhaseProfiler
+    inputs: TrainingInputs, learner: "Learner | SftLearner", monitor: NonFiniteMonitor, profiler: PhaseProfiler
 ) -> ReportCallback:
     """Create the callback that reports metrics and checkpoints to Ray Train."""
     attempt = inputs.attempt
@@ -165,7 +182,7 @@ def build_report(
             settle=inputs.loader.settle,
             measure_heldout=lambda: learner.heldout.evaluate(inputs.heldout),
             heldout_conditions=attempt.spec.heldout_conditions,
-            save_open_rollouts=lambda folder: learner.collector.sampler.save(folder),
+            save_open_rollouts=learner.save_open_rollouts,
             reward_states=learner.reward_states,
             skipped_steps=lambda: monitor.skipped,
         ),
@@ -175,7 +192,7 @@ def build_report(
 
 
 def measure_initial_policy(
-    attempt: Attempt, learner: Learner, heldout: Mapping[str, list[Problem]], baseline: Baseline
+    attempt: Attempt, learner: "Learner | SftLearner", heldout: Mapping[str, list[Problem]], baseline: Baseline
 ) -> None:
     """Measure the baseline with the learner's engine, unless an earlier attempt did; collective."""
 

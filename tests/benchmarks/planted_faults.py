@@ -184,7 +184,7 @@ TESTS: dict[str, TestFiles] = {
     "driver/preflight/same_run.py": CONFIG,
     "observers/follower.py": TestFiles(unit=("observers/terminal/test_progress.py",), integration=RUNS),
     "driver/preflight/resume_fields.py": TestFiles(unit=("driver/preflight/test_resume_fields.py",), integration=RUNS),
-    "driver/stages.py": TestFiles(unit=("driver/test_stages.py",)),
+    "driver/launch.py": TestFiles(unit=("driver/test_launch.py",)),
     "driver/attack.py": TestFiles(unit=("driver/test_attack.py",), integration=("driver/test_check_trials.py",)),
     "driver/forecast.py": TestFiles(unit=("driver/test_forecast.py",), integration=("driver/test_check_trials.py",)),
     "driver/trial.py": TestFiles(
@@ -1823,13 +1823,13 @@ FAULTS = (
     # Policy, data and memory
     Fault(
         "policy-of-an-earlier-launch-kept",
-        "driver/stages.py",
+        "driver/launch.py",
         "    elif uploaded != identity:",
         "    elif uploaded is None:",
     ),
     Fault(
         "adapters-lose-their-policy",
-        "driver/stages.py",
+        "driver/launch.py",
         "if uploaded is not None and has_checkpoints:",
         "if uploaded == identity and has_checkpoints:",
     ),
@@ -1838,7 +1838,7 @@ FAULTS = (
         "driver/preflight/same_run.py",
         "    if changed == ():",
         "    if begun:",
-        unit=("driver/test_stages.py",),
+        unit=("driver/test_launch.py",),
     ),
     Fault(
         "keys-of-files-redacted",

@@ -27,7 +27,8 @@ def observe_faults(policy: str, settings: Sequence[str]) -> dict[str, Any]:
     from grpo_ray.inference import cpu_packing, local_engine
     from grpo_ray.inference.engine import Engine
     from grpo_ray.inference.vllm_internals import engine_model
-    from grpo_ray.learner.learner import LearnerHooks, build_learner
+    from grpo_ray.learner.hooks import LearnerHooks
+    from grpo_ray.learner.learner import build_learner
     from grpo_ray.models.tokenizer import tokenize_prompts
 
     cpu_packing.is_faster_packed = lambda weight: True  # the policy's layers are too small to be packed otherwise

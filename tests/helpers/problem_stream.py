@@ -10,7 +10,8 @@ from trl import GRPOTrainer
 
 from grpo_ray.config.loader import load_config
 from grpo_ray.data.problem import Problem
-from grpo_ray.learner.learner import Learner, LearnerHooks
+from grpo_ray.learner.hooks import LearnerHooks
+from grpo_ray.learner.learner import Learner
 from grpo_ray.learner.rollouts.group_batches import GroupBatches
 from grpo_ray.learner.rollouts.rollout import Rollout, Rows
 from grpo_ray.learner.schedule import BatchSchedule

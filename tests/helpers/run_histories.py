@@ -48,8 +48,8 @@ from grpo_ray.data.mixture import MixturePlan, read_mixture
 from grpo_ray.data.problem import SOURCE, Problem
 from grpo_ray.data.registry import SourceShard
 from grpo_ray.data.stream import DatasetIndex, EpochPlan, Split, build_index, make_epoch_reader
+from grpo_ray.driver.launch import UNVERIFIABLE_FILE, DatasetIndexes, read_unverifiable
 from grpo_ray.driver.preflight.same_run import check_dataset, record_dataset
-from grpo_ray.driver.stages import UNVERIFIABLE_FILE, DatasetIndexes, read_unverifiable
 from grpo_ray.errors import CheckpointError, ConfigError, DataError
 from grpo_ray.learner.rollouts.group_batches import GroupBatches
 from grpo_ray.storage import checkpoint_integrity, checkpoints

@@ -38,7 +38,7 @@ NO_TESTS = 5
 """pytest's exit status if no test has the marker: cases that a helper may mark need not be slow."""
 
 WHOLE_PROGRAMS: Mapping[str, tuple[str, ...]] = {
-    "benchmarks/test_benchmarks.py": ("driver/stages.py", "models/embedded_policy.py", "models/policies", "device.py"),
+    "benchmarks/test_benchmarks.py": ("driver/launch.py", "models/embedded_policy.py", "models/policies", "device.py"),
     "fault_injection/test_chaos.py": ("resilience", "training", "storage", "data", "distributed.py"),
     "fault_injection/test_drivers.py": ("driver/run.py", "driver/trainer.py", "storage/lease.py"),
     "fault_injection/test_dynamic_sampling.py": ("learner/rollouts", "data"),

@@ -23,7 +23,8 @@ def make_learner(policy: str, settings: Sequence[str], callback: Any = None) -> 
     """Return a real learner with its engine, on problems of the embedded dataset."""
     from grpo_ray.config.loader import load_config
     from grpo_ray.data.arithmetic import arithmetic_problems
-    from grpo_ray.learner.learner import LearnerHooks, build_learner
+    from grpo_ray.learner.hooks import LearnerHooks
+    from grpo_ray.learner.learner import build_learner
 
     config = load_config(None, [f"model.path={policy}", *SETTINGS, *settings])
     assert config.data.system_prompt is not None

@@ -1,6 +1,6 @@
 """Digests of the methods of TRL that the package overrides or calls."""
 
-from trl import GRPOTrainer
+from trl import GRPOTrainer, SFTTrainer
 from trl.generation.vllm_generation import VLLMGeneration
 
 # On failure: read TRL's change, check that our code still holds, then write the new digest here.
@@ -36,3 +36,16 @@ CALLED = {
     GRPOTrainer.get_gamma_weights: "c614cf24793d",
 }
 """Methods that we call, whose results ours must equal, or that an exact saving relies on -> their digest."""
+
+SFT_METHODS = {
+    SFTTrainer.get_train_dataloader: "c4e4e26e0f31",
+    SFTTrainer.training_step: "d8c7c8fc6ea0",
+    SFTTrainer._save_checkpoint: "0aa0cbee36d3",
+    SFTTrainer._save: "d0a4f39fea8e",
+    SFTTrainer._load_from_checkpoint: "630bea1fd535",
+    SFTTrainer._load_optimizer_and_scheduler: "3c68e6bb85f4",
+    SFTTrainer.create_model_card: "1e539ccd6f9d",
+    SFTTrainer.compute_loss: "337f03c9d4c0",
+    SFTTrainer._get_num_items_in_batch: "c5edf146737f",
+}
+"""Methods of TRL's trainer of supervised fine-tuning that we override, or on whose results we rely -> their digest."""

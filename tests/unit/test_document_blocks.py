@@ -5,6 +5,7 @@
 
 import ast
 import json
+import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -29,6 +30,8 @@ from grpo_ray.config.sweep_file import load_sweep
 from grpo_ray.data import gsm8k
 from grpo_ray.data.registry import DATASETS, EMBEDDED
 from grpo_ray.data.stream import open_splits
+from grpo_ray.driver.stage_config import Stages, load_stages
+from grpo_ray.driver.stage_config import has_stages as has_stages_of
 from grpo_ray.inference.rollout_function import load_rollout_function
 from grpo_ray.rewards.registry import load_rewards
 from grpo_ray.sweep.trials import TrialConfigs, list_trials
@@ -67,17 +70,24 @@ def yaml_files() -> list[Block]:
 
 
 def is_config(block: Block) -> bool:
-    """Return True if every top-level key is a section of a config."""
+    """Return True if every top-level key is a section of a config, or `stages`."""
     content = yaml.safe_load(block.text)
-    return isinstance(content, dict) and set(content) <= set(SECTIONS)
+    return isinstance(content, dict) and set(content) <= {*SECTIONS, "stages"}
 
 
-CONFIGS = [block for block in (*yaml_files(), *blocks("yaml")) if block.source not in NOT_CONFIGS]
+def has_stages(block: Block) -> bool:
+    """Return True for a YAML with stages."""
+    return "stages" in yaml.safe_load(block.text)
+
+
+ALL_CONFIGS = [block for block in (*yaml_files(), *blocks("yaml")) if block.source not in NOT_CONFIGS]
+CONFIGS = [block for block in ALL_CONFIGS if not has_stages(block)]
+STAGES = [block for block in ALL_CONFIGS if has_stages(block)]
 
 
 def test_yaml_that_is_no_config_is_named() -> None:
     assert CONFIGS
-    assert [str(block) for block in CONFIGS if not is_config(block)] == []
+    assert [str(block) for block in ALL_CONFIGS if not is_config(block)] == []
     named = {block.source for block in (*yaml_files(), *blocks("yaml")) if not is_config(block)}
     assert set(NOT_CONFIGS) == named, "NOT_CONFIGS has a stale entry"
 
@@ -115,6 +125,18 @@ class Workplace:
             self._write_module(reference, block.source)
         return config
 
+    def load_stages(self, block: Block) -> Stages:
+        """Write a YAML with stages to a file, load it, and make up the data that it names."""
+        path = self.folder / "my_run.yaml"
+        path.write_text(block.text, encoding="utf-8")
+        stages = load_stages(path)
+        for stage in stages:
+            data = stage.config.data
+            for name in (*train_paths(data.train), data.heldout):
+                if isinstance(name, str):
+                    self._write_problems(os.path.relpath(name) if name.startswith("/") else name, stage.config)
+        return stages
+
     def _write_problems(self, name: str, config: Config) -> None:
         """Write a file of problems at the place where a dataset is read from, if that is not embedded."""
         if name in EMBEDDED:
@@ -127,6 +149,8 @@ class Workplace:
         # A worked solution of GSM8K, and text, are read as solutions too.
         names = gsm8k.COLUMNS if name == "gsm8k" else {}
         names = {"prompt": "prompt", "solution": "solution"} | names | dict(config.data.columns)
+        if config.run.kind == "sft":
+            names = {"prompt": "prompt", "completion": "completion"} | dict(config.data.columns)
         row = {column: "What is 1 + 1? #### 2" for column in names.values()}
         row |= {column: "assert True" for ours, column in names.items() if ours in ("tests", "setup")}
         for address in addresses:
@@ -195,6 +219,14 @@ def test_config_loads_and_reads_its_problems(block: Block, workplace: Workplace)
     assert load_definition(config.rollout).environments.keys() == config.rollout.environments.keys()
     if config.rollout.function is not None:
         load_rollout_function(config.rollout)
+
+
+@pytest.mark.parametrize("block", STAGES, ids=str)
+def test_stages_load_and_read_their_problems(block: Block, workplace: Workplace) -> None:
+    for stage in workplace.load_stages(block):
+        train, heldout = open_splits(stage.config)
+        for split in (*train.values(), *heldout.values()):
+            assert next(iter(split.shards[0].read())).prompt[-1]["role"] == "user"
 
 
 @pytest.mark.parametrize("block", CONFIGS, ids=str)
@@ -334,6 +366,9 @@ def check_grpo_ray(words: Sequence[str], source: str) -> None:
         config = None
     text = reader_files().get(config) if config else None
     assert config is None or text is not None or (ROOT / config).is_file(), f"{config} does not exist"
+    if text is None and has_stages_of(config):
+        load_stages(config, getattr(arguments, "overrides", ()))
+        return
     load_config(config, getattr(arguments, "overrides", ()), text=text)
 
 

@@ -24,8 +24,8 @@ from page_samples import EVENTS, metric_rows, write_run
 from grpo_ray.cli import build_parser, load_eval_config, main, sort_overrides
 from grpo_ray.config.loader import load_config
 from grpo_ray.data.problem import Problem
+from grpo_ray.driver.launch import open_checkpoint_of_other_run
 from grpo_ray.driver.preflight.overlong import PolicyTokenizer, _load_once, evaluated_policy, find_overlong
-from grpo_ray.driver.stages import open_checkpoint_of_other_run
 from grpo_ray.errors import CheckpointError, DataError, GrpoRayError
 from grpo_ray.experiments.branch import find_start, require_sound
 from grpo_ray.experiments.fork import branch_config

@@ -16,13 +16,14 @@ from grpo_ray import errors
 
 PUBLIC = {
     *("train", "prepare", "load_config", "Config", "Problem", "accuracy_reward", "load_reward", "__version__"),
+    *("load_stages", "train_stages"),
     *("GrpoRayError", "ConfigError", "DataError", "RewardError", "VerifierError", "SyncError", "CheckpointError"),
     *("SupersededError", "LedgerError", "TrainingError", "DamagedFileError", "RepeatedWorkerError", "NonFiniteError"),
     *("HubError", "ToolError", "ConfinementError", "RolloutError"),
     *("EndpointAccess", "EngineError", "RolloutPolicy", "RolloutRow", "Run", "Trajectory"),
 }
 
-LIGHT_NAMES = sorted(PUBLIC - {"train", "prepare"})
+LIGHT_NAMES = sorted(PUBLIC - {"train", "prepare", "train_stages"})
 """Names whose use loads no heavy library."""
 
 HEAVY = ("torch", "ray", "vllm", "trl", "transformers", "pandas", "pyarrow")

@@ -16,10 +16,12 @@ from packaging.version import Version
 
 from grpo_ray.config.loader import load_config
 from grpo_ray.config.sources import EMBEDDED_POLICIES
+from grpo_ray.driver.stage_config import has_stages, load_stages
 
 ROOT = Path(__file__).parents[2]
 
-CONFIGS = sorted((ROOT / "jobs" / "configs").glob("*.yaml"))
+FILES = sorted((ROOT / "jobs" / "configs").glob("*.yaml"))
+CONFIGS = [path for path in FILES if not has_stages(path)]
 
 
 def read(path: str) -> Any:
@@ -340,7 +342,18 @@ def test_config_loads_and_divides_step(path: Path) -> None:
     assert longest is None or longest > config.grpo.max_completion_length  # leaves room for the prompt
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", [path for path in FILES if has_stages(path)], ids=lambda path: path.stem)
+def test_stages_load_and_divide_step(path: Path) -> None:
+    stages = load_stages(path)
+    assert len(stages) > 1
+    for stage in stages:
+        sizes, workers = stage.config.sizes, stage.config.cluster.max_workers
+        assert sizes.completions_per_step % sizes.micro_batch_size == 0 == sizes.micro_batch_size % workers
+        longest = stage.config.engine.max_model_len
+        assert longest is None or longest > stage.config.grpo.max_completion_length  # leaves room for the prompt
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_config_header_states_hardware_time_reward_command(path: Path) -> None:
     lines = path.read_text(encoding="utf-8").splitlines()
     head = [line.removeprefix("#").strip() for line in itertools.takewhile(lambda line: line.startswith("#"), lines)]

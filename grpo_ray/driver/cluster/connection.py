@@ -44,6 +44,9 @@ START_SECONDS = 180.0
 WATCH_SECONDS = 0.5
 """Time between two checks of the embedded cluster's processes."""
 
+_HAS_STARTED = threading.Event()
+"""Set while the cluster that this process uses is one that it has started."""
+
 
 @dataclass(frozen=True)
 class ClusterChoice:
@@ -82,6 +85,11 @@ def starts_cluster() -> bool:
     return not ray.is_initialized() and choose_cluster().address is None
 
 
+def owns_cluster() -> bool:
+    """Return True if this process has started the cluster that it uses, or is going to start one."""
+    return starts_cluster() or (_HAS_STARTED.is_set() and ray.is_initialized())
+
+
 def connect(config: Config, runs: int = 1) -> list[str]:
     """Connect to the cluster that `choose_cluster` finds (for a Ray job, its own, by RAY_ADDRESS), or start one.
 
@@ -97,6 +105,7 @@ def connect(config: Config, runs: int = 1) -> list[str]:
     _configure_ray(config)
     if ray.is_initialized():
         return []
+    _HAS_STARTED.clear()
     chosen = choose_cluster()
     of_token = protect_token_file(creates=chosen.address is None)
     if chosen.address is None:
@@ -146,6 +155,7 @@ def _start_cluster(config: Config, runs: int) -> None:
         try:
             # Without "local", Ray would join a cluster that it has a record of. With num_gpus=None Ray counts GPUs.
             ray.init("local", num_cpus=cpus, num_gpus=logical_gpus(), include_dashboard=False, **QUIET)
+            _HAS_STARTED.set()
         except Exception as error:  # Ray raises a plain one for its time limit; all others are raised again
             if START_TIMEOUT not in str(error):
                 raise

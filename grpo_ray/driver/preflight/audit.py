@@ -180,8 +180,9 @@ def audit(config: Config, *, sample: int | None = None, on_progress: OnProgress 
     training, heldout = open_splits(config, partial(needs_solutions, config))
     named = {training_name(name): split for name, split in training.items()}
     named |= {split_name(key): split for key, split in heldout.items()}
+    is_rewarded = config.run.kind == "grpo"  # demonstrations may have no solutions
     needs = [
-        *map(config.needs_solutions_of, training),
+        *(is_rewarded and config.needs_solutions_of(name) for name in training),
         *(config.needs_solutions_of(config.source_of(k)) for k in heldout),
     ]
     measured = []
@@ -200,7 +201,7 @@ def audit(config: Config, *, sample: int | None = None, on_progress: OnProgress 
         splits = zip(named.values(), measured, strict=True)
         problems = chain.from_iterable(replace(split, columns=each.columns).read() for split, each in splits)
         tools = try_tools(config, problems, policy.tokenizer)
-    dry_runs = _dry_run_rewards(config, first_problems, policy.tokenizer)
+    dry_runs = _dry_run_rewards(config, first_problems, policy.tokenizer) if is_rewarded else ()
     reports: list[SplitReport] = []
     question_ids: list[np.ndarray] = []
     for (name, split), prompts, reads_solutions in zip(named.items(), measured, needs, strict=True):
@@ -234,7 +235,7 @@ def audit(config: Config, *, sample: int | None = None, on_progress: OnProgress 
             reward_models=reward_model_memory(config),
         ),
         columns=columns,
-        graded_sources=frozenset(name for name in training if "correctness" in config.rewards_of(name)),
+        graded_sources=frozenset(name for name in training if is_rewarded and "correctness" in config.rewards_of(name)),
         seconds=round(time.perf_counter() - started, 1),
     )
 

@@ -43,6 +43,12 @@ def check_trl(context: RunContext) -> Sequence[str]:
     from grpo_ray.learner.trl_config import trl_arguments
     from grpo_ray.rewards.registry import load_rewards
 
+    if context.config.run.kind == "sft":
+        from grpo_ray.learner.sft_config import sft_arguments
+
+        sft_arguments(context.config, output_dir=".", on_driver=True)
+        heldout_scores(context.config)
+        return ()
     trl_arguments(context.config, output_dir=".", on_driver=True)
     rewards = load_rewards(context.config.rewards)
     heldout_scores(context.config)

@@ -74,6 +74,7 @@ FIXED: dict[str, Fixed] = {
     "cluster.shard_learner": Fixed(reason=_OPTIMIZER, in_checkpoint=True),
     "data.train": Fixed(reason=_LEDGER, is_same=_is_compared_by_contents),
     "data.limit": Fixed(reason=_LEDGER),
+    "run.kind": Fixed(reason="the checkpoint holds the optimizer's state of another objective"),
     "run.seed": Fixed(reason="it determines the order of problems, which the ledger relies on"),
     "run.from_checkpoint": Fixed(
         reason="the run has checkpoints of its own, so another one would have no effect",
@@ -100,12 +101,14 @@ FIXED: dict[str, Fixed] = {
 }
 """Field -> reason why it cannot change while a run continues."""
 
+LAUNCH = "to this launch: processes, folders and limits"
+WARNINGS = "to the warnings of this launch"
+
 APPLIED: dict[str, tuple[str, ...]] = {
-    "to this launch: processes, folders and limits": (
+    LAUNCH: (
         "run.name", "run.storage_path", "run.resume", "run.takeover", "run.pause_at", "run.max_failures",
         "run.storage_retry_seconds", "run.hang_factor", "run.hang_seconds", "run.max_bad_steps", "run.trace",
-        "run.notify", "run.trackers",
-        "run.project", "run.group", "cluster.num_workers",
+        "run.notify", "run.trackers", "run.project", "run.group", "cluster.num_workers",
         "cluster.use_gpu", "cluster.cpus_per_worker", "cluster.threads_per_worker", "model.share_base",
         "rewards.model_gpus",
         "model.trust_remote_code", "engine.placement", "engine.replicas", "engine.tensor_parallel_size",
@@ -119,7 +122,7 @@ APPLIED: dict[str, tuple[str, ...]] = {
         "grpo.disable_dropout", "grpo.cast_lm_head_to_fp32", "grpo.pad_to_multiple_of", "grpo.vllm_model_impl",
         "grpo.vllm_enable_sleep_mode", "grpo.vllm_tensor_parallel_size",
     ),
-    "to the warnings of this launch": (
+    WARNINGS: (
         "run.stop_on", "health.window", "health.no_signal", "health.low_diversity", "health.reward_stuck",
         "health.reward_fallen", "health.length_growth", "health.truncation", "health.high_kl", "health.ratio_drift",
         "health.clipping", "health.entropy_collapse", "health.gradient_growth", "health.skipped_steps",
@@ -192,14 +195,11 @@ def changed_fields(
         recorded: config with which a run trained, in the shape of the YAML.
         is_other_run: compare only fields that the checkpoint of another run depends on.
     """
-    current, defaults = config.to_dict(), Config().to_dict()
+    values = _Values(config, recorded)
     for field, fixed in FIXED.items():
         if (is_other_run and not fixed.in_checkpoint) or not fixed.applies(config):
             continue
-        section, _, name = field.partition(".")
-        default = defaults[section][name] if name in defaults[section] else effective_value({}, name)
-        new = _without_credentials(current[section].get(name, default))
-        old = _without_credentials((recorded.get(section) or {}).get(name, default))
+        old, new = values.of(field)
         if not (fixed.is_same(old, new) or _is_hidden_form(old, new)):
             yield ChangedField(field, old, new, fixed.reason)
 
@@ -222,6 +222,52 @@ def require_same_fields(config: Config, recorded: Mapping[str, Any], run_uri: st
             else f"set {changed.name}={changed.old}, another run.name, or run.resume=never to start over"
         )
         raise ConfigError(f"{changed}, the value of the run {run_uri}, and cannot change: {changed.reason}; {mend}")
+
+
+def changed_settings(config: Config, recorded: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Return the settings that change the result of a run and differ from those that it has ended with.
+
+    Processes, folders, limits and warnings change no result. Paths of files may differ, as they do between jobs of Ray,
+    if their names are equal.
+
+    Args:
+        recorded: config with which the run has trained, in the shape of the YAML.
+
+    Returns:
+        Field -> recorded value and new value, without credentials.
+    """
+    values = _Values(config, recorded)
+    changed: dict[str, tuple[Any, Any]] = {}
+    for field in (*FIXED, *(name for when in APPLIED if when not in (LAUNCH, WARNINGS) for name in APPLIED[when])):
+        old, new = values.of(field)
+        if not (old == new or _is_hidden_form(old, new) or _are_moved_files(old, new)):
+            changed[field] = old, new
+    return changed
+
+
+def _are_moved_files(old: Any, new: Any) -> bool:
+    """Return True for two paths of files of the same name."""
+    is_paths = all(isinstance(each, str) and names_files(each) for each in (old, new))
+    return is_paths and os.path.basename(old.rstrip("/")) == os.path.basename(new.rstrip("/"))
+
+
+class _Values:
+    """Values of fields in a recorded config and in a new one, without credentials.
+
+    Args:
+        recorded: in the shape of the YAML; a field that is missing had its default value.
+    """
+
+    def __init__(self, config: Config, recorded: Mapping[str, Any]):
+        self._current, self._recorded, self._defaults = config.to_dict(), recorded, Config().to_dict()
+
+    def of(self, field: str) -> tuple[Any, Any]:
+        """Return the recorded value and the new one."""
+        section, _, name = field.partition(".")
+        defaults = self._defaults[section]
+        default = defaults[name] if name in defaults else effective_value({}, name)
+        old = _without_credentials((self._recorded.get(section) or {}).get(name, default))
+        return old, _without_credentials(self._current[section].get(name, default))
 
 
 def is_same_setting(old: Any, new: Any) -> bool:

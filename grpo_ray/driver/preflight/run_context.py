@@ -1,4 +1,4 @@
-"""Inputs that every stage of the driver shares."""
+"""Inputs that every phase of a launch shares."""
 
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -14,12 +14,12 @@ from grpo_ray.storage.run_folder import RunFolder
 
 @dataclass(frozen=True)
 class RunContext:
-    """Inputs that every stage of the driver shares."""
+    """Inputs that every phase of a launch shares."""
 
     config: Config
     folder: RunFolder
     progress: ProgressLine
-    """Observer of the stages: shows phases and notices to the user."""
+    """Observer of the launch: shows phases and notices to the user."""
     owns_cluster: bool = False
     """True if a cluster is started for this run; False if it uses one that was there before."""
 

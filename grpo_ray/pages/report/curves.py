@@ -96,10 +96,10 @@ def _heldout_chart(runs: Sequence[RunData], key: str, marks: list[tuple[int, str
     curves = []
     for index, (run, label) in enumerate(zip(runs, labels, strict=True)):
         baseline = baseline_accuracy(run, key)
-        measured = [(0, baseline)] if baseline else []
+        measured = [(run.first_step, baseline)] if baseline else []
         for row in run.rows:
             if f"{key}/accuracy" in row:  # a number that is not finite leaves a gap
-                measured.append((int(row["step"]), heldout_measure(row, key) or Measure(math.nan)))
+                measured.append((run.first_step + int(row["step"]), heldout_measure(row, key) or Measure(math.nan)))
         if measured:
             points = [(step, each.value) for step, each in measured]
             intervals = [(each.low, each.high) for _, each in measured]

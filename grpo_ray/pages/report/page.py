@@ -12,7 +12,7 @@ from markupsafe import Markup
 from grpo_ray.errors import ConfigError
 from grpo_ray.pages.report import facts, groups, health, settings
 from grpo_ray.pages.report.curves import layout_main_curves, layout_other_curves, run_labels
-from grpo_ray.pages.report.read import RunData, read_run
+from grpo_ray.pages.report.read import RunData, find_stages, follow_one_another, read_run
 from grpo_ray.text.display import safe_text
 
 if TYPE_CHECKING:
@@ -24,11 +24,11 @@ MAX_RUNS = 8
 
 
 def write_page(paths: Sequence[str], out: str | None = None) -> str:
-    """Write the page of one run, or of several runs with overlaid curves.
+    """Write the page of one run, of several runs with overlaid curves, or of stages with joined curves.
 
     Args:
-        paths: Run folders, local paths or URIs.
-        out: Local file; None for `report.html` in the folder of the only run.
+        paths: Run folders, local paths or URIs; or the folder of the stages of one YAML.
+        out: Local file; None for `report.html` in the only folder.
 
     Returns:
         Path or URI of the page, without credentials.
@@ -41,11 +41,17 @@ def write_page(paths: Sequence[str], out: str | None = None) -> str:
         raise ConfigError(f"one page can show at most {MAX_RUNS} runs; got {len(paths)}")
     if out is None and len(paths) != 1:
         raise ConfigError("the page of several runs has no default location; set --out FILE.html")
-    runs = [read_run(path) for path in paths]
-    page = render(runs, time.time()).encode()
+    folder, stages = find_stages(paths[0]) if len(paths) == 1 else (None, ())
+    runs = [read_run(path) for path in (stages or paths)]
+    if len(runs) > MAX_RUNS:
+        raise ConfigError(
+            f"one page can show at most {MAX_RUNS} stages; got {len(runs)}; name some of their run folders"
+        )
+    page = render(runs, time.time(), are_stages=bool(stages)).encode()
     if out is None:
-        runs[0].folder.write_bytes(page, PAGE_NAME)
-        return runs[0].folder.uri_of(PAGE_NAME)
+        folder = folder if folder is not None and stages else runs[0].folder
+        folder.write_bytes(page, PAGE_NAME)
+        return folder.uri_of(PAGE_NAME)
     target = Path(out).expanduser()
     try:
         target.write_bytes(page)
@@ -54,17 +60,19 @@ def write_page(paths: Sequence[str], out: str | None = None) -> str:
     return str(target)
 
 
-def render(runs: Sequence[RunData], now: float) -> str:
+def render(runs: Sequence[RunData], now: float, *, are_stages: bool = False) -> str:
     """Render the page as HTML.
 
     Args:
         runs: Runs in the order of their curve colours.
         now: Current time, seconds since 1970, for the time since the last event.
+        are_stages: True for runs that follow one another, whose curves are joined; False to overlay them.
     """
+    drawn = follow_one_another(runs) if are_stages else runs
     return _template("page.html").render(
-        **_contents(runs, now),
+        **_contents(runs, now, drawn),
         live=False,
-        more_curves=layout_other_curves(runs),
+        more_curves=layout_other_curves(drawn),
         title=" and ".join(run_labels(runs)) if len(runs) < 3 else f"{len(runs)} runs",
         generated_at=facts.format_utc(now),
     )
@@ -77,7 +85,7 @@ def render_contents(run: RunData, now: float) -> str:
         run: The run.
         now: Current time, seconds since 1970.
     """
-    return _template("contents.html").render(**_contents([run], now), live=True, more_curves=[])
+    return _template("contents.html").render(**_contents([run], now, [run]), live=True, more_curves=[])
 
 
 def render_more_curves(run: RunData) -> str:
@@ -96,9 +104,13 @@ def read_stylesheet() -> str:
     return _read_file("page.css")
 
 
-def _contents(runs: Sequence[RunData], now: float) -> dict[str, Any]:
-    """Collect the variables of `contents.html`."""
-    main = layout_main_curves(runs)
+def _contents(runs: Sequence[RunData], now: float, drawn: Sequence[RunData]) -> dict[str, Any]:
+    """Collect the variables of `contents.html`.
+
+    Args:
+        drawn: the runs as their curves show them.
+    """
+    main = layout_main_curves(drawn)
     return {
         "sections": [_section(run, label, now, len(runs)) for run, label in zip(runs, run_labels(runs), strict=True)],
         "curves": main,

@@ -8,7 +8,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,7 @@ from grpo_ray.storage.records.group_columns import groups_table
 from grpo_ray.storage.records.heldout_files import baseline_file
 from grpo_ray.storage.records.rollout_files import read_rollouts, read_texts
 from grpo_ray.storage.run_folder import RECORD_BYTES, RunFolder
+from grpo_ray.storage.stage_folders import STAGES_FILE, stage_folders
 from grpo_ray.storage.uris import split_path
 
 if TYPE_CHECKING:
@@ -71,6 +72,8 @@ class RunData:
     """`rollouts/`, one row per group, without texts."""
     sample_groups: list[dict[str, Any]]
     """Groups of the first and last steps that were stored with texts."""
+    first_step: int = 0
+    """Steps of the stages before it, by which its curves are moved."""
     notes: list[str] = field(default_factory=list)
     """One line for each file, or part of one, that could not be read."""
 
@@ -85,8 +88,8 @@ class RunData:
         return section if isinstance(section, Mapping) else {}
 
     def series(self, metric: str) -> list[tuple[int, float]]:
-        """Return (step, value) of a metric for every step that has it."""
-        return [(int(row["step"]), row[metric]) for row in self.rows if metric in row.columns]
+        """Return (step, value) of a metric for every step that has it; steps are counted from `first_step`."""
+        return [(self.first_step + int(row["step"]), row[metric]) for row in self.rows if metric in row.columns]
 
     def metric_names(self) -> set[str]:
         """Return the names of all metrics in `rows`, and `step`."""
@@ -120,6 +123,33 @@ def open_run(path: str, retry_seconds: float = STORAGE_RETRY_SECONDS) -> RunFold
         )
     folder.require_plain_files()
     return folder
+
+
+def find_stages(path: str, retry_seconds: float = STORAGE_RETRY_SECONDS) -> tuple[RunFolder, list[str]]:
+    """Return a folder, and the addresses of the run folders in it if it is the folder of stages of one YAML.
+
+    Raises:
+        ConfigError: No stage has begun.
+        DamagedFileError: The list of the stages cannot be read.
+    """
+    if "://" not in path:
+        path = str(Path(path).expanduser().resolve())
+    folder = RunFolder(*split_path(path), retry_seconds)
+    names = stage_folders(folder)
+    begun = [name for name in names if any(folder.has_entry(name, file) for file in RUN_FILES)]
+    if folder.has_entry(STAGES_FILE) and not begun:
+        raise ConfigError(f"{folder.uri}: no stage has begun; run grpo-ray train first")
+    return folder, [folder.address_of(name) for name in begun]
+
+
+def follow_one_another(runs: Sequence[RunData]) -> list[RunData]:
+    """Return runs whose steps are counted from the first step of the first one, for curves of stages."""
+    joined: list[RunData] = []
+    before = 0
+    for run in runs:
+        joined.append(replace(run, first_step=before))
+        before += int(run.rows[-1]["step"]) if run.rows else 0
+    return joined
 
 
 def read_run(path: str) -> RunData:

@@ -172,6 +172,16 @@ INHERITED: dict[str, tuple[str, ...]] = {
         "use_vllm",
     ),
     "grpo_ray.learner.resume:ResumedSettings": ("on_train_begin",),
+    "grpo_ray.learner.sft:SftLearner": (
+        "__init__",
+        "_load_from_checkpoint",
+        "_load_optimizer_and_scheduler",
+        "_save",
+        "_save_checkpoint",
+        "create_model_card",
+        "get_train_dataloader",
+        "training_step",
+    ),
     "grpo_ray.resilience.elastic:DivisibleScalingPolicy": (
         "__init__",
         "after_controller_state_update",

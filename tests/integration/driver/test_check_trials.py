@@ -15,8 +15,8 @@ from grpo_ray.config.schema import Config
 from grpo_ray.data.arithmetic import arithmetic_problems
 from grpo_ray.driver.attack import plan_attack, probe_rewards, train_against
 from grpo_ray.driver.forecast import forecast
+from grpo_ray.driver.launch import UNVERIFIABLE_FILE
 from grpo_ray.driver.preflight.audit import audit
-from grpo_ray.driver.stages import UNVERIFIABLE_FILE
 from grpo_ray.driver.tables import print_attack, print_forecast, print_probes
 from grpo_ray.storage.run_folder import RunFolder
 

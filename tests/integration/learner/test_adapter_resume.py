@@ -12,7 +12,7 @@ from problem_stream import STREAM, StreamLearner, train_on_stream
 
 from grpo_ray.config.loader import load_config
 from grpo_ray.errors import CheckpointError
-from grpo_ray.learner.learner import check_checkpoint_kind
+from grpo_ray.learner.checkpoint_kind import check_checkpoint_kind
 from grpo_ray.models.adapters import merged_weights
 from grpo_ray.models.quantized import QUANTIZERS, Quantization, quantize_policy, read_quantization
 

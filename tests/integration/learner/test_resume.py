@@ -10,7 +10,8 @@ from stock_trl import exact_llama
 
 from grpo_ray.config.loader import load_config
 from grpo_ray.errors import CheckpointError
-from grpo_ray.learner.learner import REFERENCE, check_checkpoint_kind
+from grpo_ray.learner.checkpoint_kind import check_checkpoint_kind
+from grpo_ray.learner.learner import REFERENCE
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

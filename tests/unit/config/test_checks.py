@@ -264,6 +264,7 @@ VIOLATIONS = {
     "worker_range_is_ordered": ["cluster.num_workers=[4, 2]"],
     "engine_range_is_ordered": ["engine.replicas=[3, 2]"],
     "best_metric_ranks_checkpoints": ["run.best_metric=learner/loss"],
+    "fine_tuning_goes_with_options": ["run.kind=sft", "grpo.dynamic_sampling=1"],
     "ranking_reward_is_of_each_checkpoint": ["run.best_metric=reward/mean", "grpo.epochs=2"],
     "solved_problems_are_known": ["data.skip_solved=2", "rewards.functions=[boxed_format]"],
     "dynamic_sampling_scales_by_group": ["grpo.dynamic_sampling=1", "grpo.scale_rewards=batch"],

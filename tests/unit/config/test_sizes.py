@@ -61,3 +61,10 @@ def test_most_problems_count_steps_rounds_and_batches_ahead() -> None:
     assert load_config(None, settings).sizes.most_problems == 6 * 8 + 2 * 8
     assert load_config(None, [*settings, "grpo.dynamic_sampling=2"]).sizes.most_problems == 3 * (6 * 8 + 2 * 8)
     assert load_config(None, [*settings, "grpo.steps_per_generation=3"]).sizes.most_problems == 6 * 8 + 2 * 24
+
+
+def test_step_of_fine_tuning_has_a_row_for_each_demonstration() -> None:
+    config = load_config(None, ["run.kind=sft", "grpo.prompts_per_step=12", "grpo.max_completion_length=256"])
+    # On CPUs a worker's pass has 1,024 tokens at full length: 2 x 1,024 / 256 = 8 rows, and 12 is the next divisor.
+    assert (config.sizes.completions_per_step, config.sizes.micro_batch_size) == (12, 12)
+    assert config.sizes.completions_per_generation == 96  # of an engine, which would sample groups of 8

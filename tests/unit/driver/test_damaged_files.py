@@ -17,7 +17,7 @@ from rich.console import Console
 from grpo_ray.cli import build_parser, load_eval_config, sort_overrides
 from grpo_ray.config.loader import load_config
 from grpo_ray.data.ledger import DatasetFingerprint
-from grpo_ray.driver import stages
+from grpo_ray.driver import launch
 from grpo_ray.driver.preflight.run_context import RunContext
 from grpo_ray.driver.preflight.same_run import check_dataset, check_same_run
 from grpo_ray.driver.summary import HeldoutSummary, summarize_run
@@ -68,7 +68,7 @@ def prepare(folder: RunFolder) -> None:
     context = RunContext(config, folder, ProgressLine(40, Console(file=io.StringIO())))
     # The sample's config has other settings; a run that differs is refused with a ConfigError, as it should be.
     check_same_run(context)
-    stages.read_unverifiable(config, folder)
+    launch.read_unverifiable(config, folder)
     check_dataset(context, FINGERPRINT)
     repair_ray_snapshot(folder, "heldout/accuracy")
     list_checkpoints(folder)
@@ -178,7 +178,7 @@ def test_damaged_measurement_is_a_notice_on_resume(
     printed = io.StringIO()
     context = RunContext(config, folder, ProgressLine(40, Console(file=printed, width=200)))
     index: Any = SimpleNamespace(fingerprint=FINGERPRINT)
-    resume = stages.find_resume_point(context, stages.DatasetIndexes(index, {"heldout": index}))
+    resume = launch.find_resume_point(context, launch.DatasetIndexes(index, {"heldout": index}))
     assert resume.checkpoint and resume.checkpoint.name == CHECKPOINT
     assert f"{CHECKPOINT}: measured.json is damaged; the checkpoint counts as not measured" in printed.getvalue()
 

@@ -11,8 +11,8 @@ from ray.exceptions import OutOfMemoryError
 from grpo_ray.config.loader import load_config
 from grpo_ray.config.schema import Config
 from grpo_ray.driver import run as run_module
+from grpo_ray.driver.launch import InitialPolicy
 from grpo_ray.driver.run import PreparedRun, describe_training_failure
-from grpo_ray.driver.stages import InitialPolicy
 from grpo_ray.errors import DataError, RepeatedWorkerError
 from grpo_ray.resilience.error_triage import MEMORY_ADVICE
 from grpo_ray.storage.run_folder import RunFolder

@@ -90,7 +90,14 @@ MEMORY = re.compile(
     r"# Memory per GPU, estimated, not measured: ([\d.]+) of ([\d.]+) GiB; learner ([\d.]+), engine ([\d.]+)\n"
     r"# with space for (\d+) completions at full length; passes of ([\d,]+) tokens (with|without) recomputation"
 )
-GPU_CONFIGS = sorted(path.name for path in CONFIGS.glob("*.yaml") if "use_gpu: true" in path.read_text())
+
+
+def is_gpu_config(text: str) -> bool:
+    """Return True for a YAML of one run with GPUs; those of stages state no estimate."""
+    return "use_gpu: true" in text and "\nstages:" not in text
+
+
+GPU_CONFIGS = sorted(path.name for path in CONFIGS.glob("*.yaml") if is_gpu_config(path.read_text()))
 
 
 @dataclass(frozen=True)

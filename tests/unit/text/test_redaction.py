@@ -34,10 +34,10 @@ from grpo_ray.config.schema import SECTIONS, Config
 from grpo_ray.data.ledger import DatasetFingerprint
 from grpo_ray.data.problem import Problem
 from grpo_ray.driver import summary
+from grpo_ray.driver.launch import record_config
 from grpo_ray.driver.preflight.resume_fields import require_same_fields
 from grpo_ray.driver.preflight.run_context import RunContext
 from grpo_ray.driver.run import describe_training_failure
-from grpo_ray.driver.stages import record_config
 from grpo_ray.errors import ConfigError, DataError, GrpoRayError
 from grpo_ray.evaluation.metrics import measurement_conditions
 from grpo_ray.evaluation.records import make_records

@@ -20,6 +20,7 @@ from grpo_ray.driver.cluster.connection import (
     cpus_beside_workers,
     evaluation_shortage,
     gpus_beside_workers,
+    owns_cluster,
     spare_workers,
     training_shortage,
 )
@@ -349,3 +350,20 @@ def test_connect_to_a_cluster_that_starts_too_slowly_is_one_line(monkeypatch: py
     monkeypatch.setattr(ray, "init", start_slowly)
     with pytest.raises(ConfigError, match=r"^Ray did not start within 180 s.*run the command again"):
         connect(load_config(None, []))
+
+
+def test_cluster_that_this_process_started_stays_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second run in the same process uses the cluster of the first one, whose servers it may have to end."""
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+    monkeypatch.setenv("GRPO_RAY_WARM_START", "0")
+    running: list[bool] = []
+    monkeypatch.setattr(ray, "init", lambda *args, **settings: running.append(True))
+    monkeypatch.setattr(ray, "is_initialized", lambda: bool(running))
+    assert owns_cluster()  # it is going to start one
+    connect(load_config(None, []))
+    assert running and owns_cluster()
+    running.clear()
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    assert not owns_cluster()
+    connect(load_config(None, []))
+    assert running and not owns_cluster()

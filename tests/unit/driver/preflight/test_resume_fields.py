@@ -8,7 +8,7 @@ import pytest
 from grpo_ray.config.loader import load_config
 from grpo_ray.config.schema import SECTIONS
 from grpo_ray.config.trl_fields import PASSED
-from grpo_ray.driver.preflight.resume_fields import APPLIED, FIXED, require_same_fields
+from grpo_ray.driver.preflight.resume_fields import APPLIED, FIXED, changed_settings, require_same_fields
 from grpo_ray.errors import ConfigError
 
 NAMES = [*FIXED, *(name for names in APPLIED.values() for name in names)]
@@ -104,3 +104,25 @@ def test_require_same_fields_credentials_are_not_compared_or_shown() -> None:
     assert refusal(recorded, "model.path=s3://key:secret@bucket/a") is None
     message = refusal(recorded, "model.path=s3://key:secret@bucket/b")
     assert message is not None and "secret" not in message
+
+
+@pytest.mark.parametrize(
+    ("override", "changed"),
+    [
+        ("grpo.learning_rate=0.5", {"grpo.learning_rate": (1e-6, 0.5)}),
+        ("grpo.beta=0.5", {"grpo.beta": (0.0, 0.5)}),  # a field of TRL, whose default was not recorded
+        ("data.heldout_limit=7", {"data.heldout_limit": (600, 7)}),
+        ("cluster.num_workers=1", {}),  # processes
+        ("health.window=5", {}),  # warnings
+        ("run.name=other", {}),
+    ],
+)
+def test_changed_settings_are_those_that_change_a_result(override: str, changed: dict[str, Any]) -> None:
+    recorded = load_config(None, []).to_dict()
+    assert changed_settings(load_config(None, [override]), recorded) == changed
+
+
+def test_changed_settings_files_of_the_same_name_may_have_moved() -> None:
+    recorded = load_config(None, ["data.train=/jobs/1/a.jsonl"]).to_dict()
+    assert changed_settings(load_config(None, ["data.train=/jobs/2/a.jsonl"]), recorded) == {}
+    assert list(changed_settings(load_config(None, ["data.train=/jobs/2/b.jsonl"]), recorded)) == ["data.train"]

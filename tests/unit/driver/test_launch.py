@@ -1,4 +1,4 @@
-"""Tests of the driver's stages that need no cluster: excluded problems, initial policy, resume point."""
+"""Tests of the phases of a launch that need no cluster: excluded problems, initial policy, resume point."""
 
 import io
 import json
@@ -14,9 +14,7 @@ from rich.console import Console
 
 from grpo_ray.config.loader import load_config
 from grpo_ray.data.ledger import DatasetFingerprint
-from grpo_ray.driver.preflight.run_context import RunContext
-from grpo_ray.driver.preflight.same_run import check_same_run
-from grpo_ray.driver.stages import (
+from grpo_ray.driver.launch import (
     BEGUN_WITH,
     UNVERIFIABLE_FILE,
     DatasetIndexes,
@@ -26,6 +24,8 @@ from grpo_ray.driver.stages import (
     prepare_policy,
     read_unverifiable,
 )
+from grpo_ray.driver.preflight.run_context import RunContext
+from grpo_ray.driver.preflight.same_run import check_same_run
 from grpo_ray.errors import ConfigError
 from grpo_ray.evaluation.metrics import measurement_conditions
 from grpo_ray.models.embedded_policy import embedded_policy
@@ -102,7 +102,7 @@ def test_prepare_policy_of_a_run_with_checkpoints_is_kept(tmp_path: Path, monkey
     """An update of the package may bring another policy of this name, but the run's adapters belong to the old one."""
     begun = prepare_policy(context_of(tmp_path, "tiny-tools"), BEGIN)
     checkpoint_in(RunFolder(str(tmp_path), "run"), 2, 0.5)
-    monkeypatch.setattr("grpo_ray.driver.stages.embedded_policy_digest", lambda name: "0" * 16)
+    monkeypatch.setattr("grpo_ray.driver.launch.embedded_policy_digest", lambda name: "0" * 16)
     own = ResumePoint(list_checkpoints(RunFolder(str(tmp_path), "run"))[0])
     assert prepare_policy(context_of(tmp_path, "tiny-tools"), own) == begun
     assert uploaded_weights(tmp_path) == shipped_weights("tiny-tools")

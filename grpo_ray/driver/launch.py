@@ -1,6 +1,6 @@
-"""Stages of the driver between preflight and training: dataset indexes, initial policy, resume point.
+"""Phases of a launch between preflight and training: dataset indexes, initial policy, resume point.
 
-Each stage takes the run's context and earlier values, and returns a plain value.
+Each phase takes the run's context and earlier values, and returns a plain value.
 """
 
 from collections.abc import Mapping, Sequence
@@ -249,7 +249,7 @@ def _prepare_model(context: RunContext) -> InitialPolicy:
 def begin_launch(context: RunContext, lease: RunLease, datasets: DatasetIndexes) -> None:
     """Set an old run aside if `run.resume=never`, and record config and problems.
 
-    Call it once everything that can refuse the run has been checked: it is the first stage that changes the record of
+    Call it once everything that can refuse the run has been checked: it is the first phase that changes the record of
     an existing run. Nothing is deleted.
 
     Raises:
