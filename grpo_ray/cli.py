@@ -1,4 +1,4 @@
-"""Command line: `grpo-ray train | chaos | check | eval | export | report | watch`.
+"""Command line: `grpo-ray init | train | chaos | check | eval | export | report | watch`.
 
 Each command is one function that takes the parsed arguments and returns the exit status. Heavy libraries are imported
 inside the commands, after the config was read, so that mistakes in it are reported at once.
@@ -8,6 +8,7 @@ import argparse
 import json
 import os
 import select
+import shlex
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +26,7 @@ from grpo_ray.config.schema import Config, DataConfig, RolloutConfig, RunConfig
 from grpo_ray.config.similar_names import suggestion
 from grpo_ray.config.trl_fields import PASSED, allowed_values, default_text, meaning
 from grpo_ray.errors import ConfigError, DamagedFileError, GrpoRayError, HubError, TrainingError
+from grpo_ray.examples import FIRST_REWARD, describe_examples, example_path, write_first_files
 from grpo_ray.resilience.error_triage import MEMORY_ADVICE, is_memory_kill
 from grpo_ray.storage.retry import is_full, is_transient
 from grpo_ray.text.redaction import redact, redact_stream
@@ -103,6 +105,32 @@ class CommandParser(argparse.ArgumentParser):
             self._is_parsing = False
 
 
+class ExampleAction(argparse.Action):
+    """Option `--example NAME`; the name `help` lists all examples and ends the command."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        if values == "help":
+            print(describe_examples())
+            parser.exit()
+        setattr(namespace, self.dest, values)
+
+
+def add_example(parser: argparse.ArgumentParser) -> None:
+    """Add the option `--example` to a command."""
+    parser.add_argument(
+        "--example",
+        action=ExampleAction,
+        metavar="NAME",
+        help="use a config that comes with the package; `--example help` lists them",
+    )
+
+
 def build_parser() -> argparse.ArgumentParser:
     """Build the parser of all commands; each sets `run` to its function."""
     parser = argparse.ArgumentParser(
@@ -110,15 +138,28 @@ def build_parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=CommandParser)
 
+    init = commands.add_parser("init", help="write a first YAML, ready to train")
+    init.add_argument(
+        "target",
+        nargs="?",
+        default=".",
+        metavar="FOLDER|FILE.yaml",
+        help="folder that gets my_run.yaml and my_rewards.py, or the YAML's own path; default: this folder",
+    )
+    add_example(init)
+    init.set_defaults(run=run_init)
+
     train = commands.add_parser("train", add_help=False, help="train from a YAML file, or continue a run")
     train.add_argument("config", nargs="?", metavar=CONFIG)
     train.add_argument("overrides", nargs="*", metavar=OVERRIDE)
+    add_example(train)
     train.add_argument("-h", "--help", action="store_true")
     train.set_defaults(run=run_train, requires_file=False)
 
     chaos = commands.add_parser("chaos", help="train with injected faults, and count what is lost")
     chaos.add_argument("config", nargs="?", metavar=CONFIG)
     chaos.add_argument("overrides", nargs="*", metavar=OVERRIDE)
+    add_example(chaos)
     chaos.add_argument("--seed", type=int, default=0, help="seed of the steps and workers of the faults")
     chaos.add_argument(
         "--faults",
@@ -153,6 +194,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     check.add_argument("--json", metavar="FILE", help="also write the report to this file")
     check.add_argument("overrides", nargs="*", metavar=OVERRIDE)
+    add_example(check)
     check.set_defaults(run=run_check, requires_file=True)
 
     evaluate = commands.add_parser("eval", help="measure a checkpoint: pass@1, pass@k, maj@k")
@@ -220,6 +262,18 @@ def build_parser() -> argparse.ArgumentParser:
     watch.add_argument("--open", action="store_true", help="open the page in the browser")
     watch.set_defaults(run=run_watch)
     return parser
+
+
+def run_init(arguments: argparse.Namespace) -> int:
+    """Write a first config, or a copy of an example, and print the commands that use it."""
+    written = write_first_files(Path(arguments.target).expanduser(), arguments.example)
+    for path in written:
+        print(f"wrote {path}")
+    config, *others = (shlex.quote(str(path)) for path in written)
+    print(f"\nchecked by:   grpo-ray check {config}\ntrained by:   grpo-ray train {config}")
+    if others:
+        print(f"{FIRST_REWARD.name} has a reward of your own, which a comment in the YAML shows how to use")
+    return 0
 
 
 def run_train(arguments: argparse.Namespace) -> int:
@@ -508,13 +562,19 @@ def sort_overrides(arguments: argparse.Namespace) -> None:
     """Separate overrides from the file or checkpoint of a command that takes both, whatever their order.
 
     Raises:
-        ConfigError: there are two files, or the command requires one and there is none.
+        ConfigError: there are two files, or the command requires one and there is none; there is no such example.
     """
     if "overrides" not in arguments:
         return
     field = "checkpoint" if "checkpoint" in arguments else "config"
     words = [word for word in (getattr(arguments, field), *arguments.overrides) if word is not None]
     files = [word for word in words if not is_override(word)]
+    if example := getattr(arguments, "example", None):
+        if files:
+            raise ConfigError(
+                f"--example {example} and {files[0]!r}: give one config; `grpo-ray init` copies an example"
+            )
+        files = [str(example_path(example))]
     if len(files) > 1:
         raise ConfigError(
             f"{files[1]!r} is neither the only {field} nor an override; give one {field}, and overrides as {OVERRIDE}"
@@ -688,9 +748,10 @@ def read_run_config(checkpoint: str, **trust: Any) -> tuple[str | None, dict[str
 def train_help() -> str:
     """Describe every field of the YAML with its default; TRL's own fields come last."""
     lines = [
-        f"usage: grpo-ray train [{CONFIG}] [{OVERRIDE} ...]",
+        f"usage: grpo-ray train [{CONFIG} | --example NAME] [{OVERRIDE} ...]",
         "",
-        "Train from a YAML file, or continue the run of that name. Set fields in the file, or on the command line:",
+        "Train from a YAML file, or continue the run of that name; `--example help` lists the configs of the package. "
+        "Set fields in the file, or on the command line:",
     ]
     for section, fields in loader.describe_fields().items():
         lines.append(f"\n{section}:")

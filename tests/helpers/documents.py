@@ -13,7 +13,7 @@ PAGES = (
     *sorted((ROOT / "docs").glob("*.md")),
 )
 NOTEBOOKS = tuple(sorted((ROOT / "notebooks").glob("*.ipynb")))
-JOBS = (*sorted((ROOT / "jobs").glob("*.py")), *sorted((ROOT / "jobs/configs").glob("*.yaml")))
+JOBS = (*sorted((ROOT / "jobs").glob("*.py")), *sorted((ROOT / "grpo_ray/examples/configs").glob("*.yaml")))
 
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _CODE_SPAN = re.compile(r"(?<!`)`([^`]+)`(?!`)")
@@ -102,7 +102,7 @@ def commands() -> list[Command]:
     for path in JOBS:
         text = re.sub(r"^#", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE).replace("\\\n", " ")
         # The rest of a line from the program on: "On this machine:   python jobs/train.py ...".
-        for line in re.findall(r"\bpython jobs/.*", text):
+        for line in re.findall(r"\bpython jobs/.*|^ +grpo-ray .*", text, re.MULTILINE):
             found += [Command(str(path.relative_to(ROOT)), words) for words in _split(line)]
     return found
 

@@ -28,6 +28,7 @@ from grpo_ray.config.sources import HUB_DATASETS, HUB_SPLITS, train_paths
 from grpo_ray.data import gsm8k
 from grpo_ray.data.registry import DATASETS, EMBEDDED
 from grpo_ray.data.stream import open_splits
+from grpo_ray.examples import FIRST_CONFIG, example_names, example_path
 from grpo_ray.inference.rollout_function import load_rollout_function
 from grpo_ray.rewards.registry import load_rewards
 from grpo_ray.tools.definitions import load_definition
@@ -55,10 +56,14 @@ JOB_COMMANDS = {"jobs/train.py": "train", "jobs/evaluate.py": "eval"}
 # --- YAML ---
 
 
+def example_files() -> list[Path]:
+    return [FIRST_CONFIG, *map(example_path, example_names())]
+
+
 def yaml_files() -> list[Block]:
     return [
         Block(str(path.relative_to(ROOT)), "yaml", path.read_text(encoding="utf-8"))
-        for path in (*sorted(ROOT.glob("*.yaml")), *sorted((ROOT / "jobs").rglob("*.yaml")))
+        for path in (*sorted(ROOT.glob("*.yaml")), *sorted((ROOT / "jobs").glob("*.yaml")), *example_files())
     ]
 
 
@@ -337,8 +342,8 @@ def test_command_is_valid(command: Command, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.chdir(ROOT)
     try:
         check_command(command)
-    except SystemExit:
-        pytest.fail(f"{command}: is refused by the parser")
+    except SystemExit as ended:
+        assert ended.code == 0, f"{command}: is refused by the parser"
 
 
 @pytest.mark.parametrize(

@@ -16,10 +16,11 @@ from packaging.version import Version
 
 from grpo_ray.config.loader import load_config
 from grpo_ray.config.sources import EMBEDDED_POLICIES
+from grpo_ray.examples import example_names, example_path
 
 ROOT = Path(__file__).parents[2]
 
-CONFIGS = sorted((ROOT / "jobs" / "configs").glob("*.yaml"))
+CONFIGS = [example_path(name) for name in example_names()]
 
 
 def read(path: str) -> Any:
@@ -347,16 +348,17 @@ def test_config_header_states_hardware_time_reward_command(path: Path) -> None:
     for label in ("Hardware: ", "Time: ", "Reward: "):
         (line,) = [line for line in head if line.startswith(label)]
         assert line.removeprefix(label)
-    (start,) = [number for number, line in enumerate(head) if line.startswith("Launch on a cluster")]
+    assert f"grpo-ray train --example {path.stem}" in head
+    (start,) = [number for number, line in enumerate(head) if line.startswith("Launch on a cluster from a clone")]
     command = " ".join(line.removesuffix("\\") for line in head[start + 1 :])
     assert " ".join(command.split()) == (
         "ray job submit --address http://127.0.0.1:8265 --working-dir . --runtime-env jobs/runtime_env.yaml "
-        f"-- python jobs/train.py jobs/configs/{path.name}"
+        f"-- python jobs/train.py --example {path.stem}"
     )
 
 
 def test_config_largest_spans_machines_engine_does_not() -> None:
-    config = load_config(ROOT / "jobs" / "configs" / "deepmath-qwen2.5-72b.yaml")
+    config = load_config(example_path("deepmath-qwen2.5-72b"))
     assert config.cluster.max_workers == 4 * 8 and config.cluster.shard_learner
     assert 8 % config.grpo.trl["vllm_tensor_parallel_size"] == 0
 
