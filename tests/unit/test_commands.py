@@ -101,6 +101,7 @@ RUN_BY: Mapping[str, str] = {
     "grpo-ray export": (
         "tests/integration/export/test_checkpoint.py::test_export_checkpoint_gives_same_logits_and_weights"
     ),
+    "grpo-ray init": "tests/integration/test_wheel.py::test_wheel_trains_outside_of_a_clone",
     "grpo-ray report": "tests/integration/driver/test_run.py::test_report_of_a_real_run_makes_a_page",
     "grpo-ray train": (
         "tests/integration/driver/test_run.py::test_sharded_run_from_the_command_line_takes_the_same_steps"

@@ -83,7 +83,7 @@ def test_init_existing_file_raises_and_nothing_is_written(tmp_path: Path) -> Non
 
 def test_init_below_a_file_raises(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match="run.yaml: cannot be written: "):
+    with pytest.raises(ConfigError, match=r"run\.yaml: cannot be written: "):
         write_first_files(tmp_path / "file" / "run.yaml")
 
 

