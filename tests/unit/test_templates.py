@@ -388,7 +388,7 @@ def test_slurm_script_is_closed_and_signals_reach_it_alone() -> None:
     assert re.findall(r"--dashboard-host[= ](\S+)", text) == ["127.0.0.1"] and "0.0.0.0" not in text
     options = slurm_options()
     # "B:" sends the signal to the batch script. Without it Ray's processes would get it, and end at once.
-    shell, at, seconds = options["signal"].partition("@")
+    shell, _, seconds = options["signal"].partition("@")
     assert shell == "B:USR1" and "trap 'forward USR1' USR1" in text
     assert int(seconds) >= 300  # a step and a checkpoint take minutes
     assert options["ntasks-per-node"] == "1" and {"requeue", "exclusive"} <= options.keys()
