@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Run on a Slurm cluster: `ray symmetric-run` starts Ray in one task on each node, and the first node trains.
 #
-#   . .venv/bin/activate        # an environment that all nodes see; sbatch passes it on
+#   source .venv/bin/activate   # an environment that all nodes see; sbatch passes it on
 #   sbatch --nodes=1 --gpus-per-node=4 jobs/slurm.sh --example deepmath-qwen2.5-0.5b run.storage_path=/shared/runs
 #
 # The arguments are those of `grpo-ray train`. run.storage_path must be a path that all nodes see.

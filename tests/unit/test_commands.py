@@ -137,6 +137,7 @@ NOT_RUN: Mapping[str, str] = {
     "python tests/gpu/probes.py": "is started by the tests of a GPU",
     "python tests/helpers/library_contract/__main__.py": "is `make contract`",
     "python -m library_contract": "is `make contract`",
+    "python tests/helpers/fake_slurm.py": "is started by tests of the Slurm script",
     "python tests/helpers/several_nodes.py": "is started by tests of several machines",
     "python tests/helpers/terminal_run.py": "is started by tests/integration/observers/terminal/test_terminal.py",
 }

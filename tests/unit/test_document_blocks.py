@@ -46,7 +46,7 @@ HUB_FILES = {name: f"hf://datasets/{id}/data" for name, id in HUB_DATASETS.items
 PLACEHOLDERS = {"CONFIG.yaml", "section.field=value"}
 """Words of a command in place of a file and of overrides."""
 
-OTHER_PROGRAMS = {"ray", "kubectl", "ssh", "export", "chmod"}
+OTHER_PROGRAMS = {"ray", "kubectl", "ssh", "export", "chmod", "sbatch", "docker", "uv", "echo", "source"}
 """Programs in shell blocks whose arguments are not checked here, except for files and for our commands among them."""
 
 JOB_COMMANDS = {"jobs/train.py": "train", "jobs/evaluate.py": "eval"}
