@@ -170,7 +170,7 @@ def build_parser() -> argparse.ArgumentParser:
     chaos.set_defaults(run=run_chaos, requires_file=False)
 
     check = commands.add_parser("check", help="check data, rewards and memory without training")
-    check.add_argument("config", metavar=CONFIG)
+    check.add_argument("config", nargs="?", metavar=CONFIG)
     check.add_argument(
         "--sample",
         type=int,

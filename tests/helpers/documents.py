@@ -11,6 +11,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = (
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")),
     *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "recipes").rglob("*.md")),
 )
 NOTEBOOKS = tuple(sorted((ROOT / "notebooks").glob("*.ipynb")))
 JOBS = (*sorted((ROOT / "jobs").glob("*.py")), *sorted((ROOT / "grpo_ray/examples/configs").glob("*.yaml")))

@@ -87,6 +87,7 @@ RUN_BY: Mapping[str, str] = {
     "python scripts/metrics_page.py": "tests/unit/training/test_metric_names.py::test_metrics_page_is_up_to_date",
     "python scripts/notebook_code.py": "tests/unit/test_generated_file.py::test_notebook_code_parses",
     "python scripts/peft_field_table.py": ("tests/integration/config/test_peft_fields.py::test_main_writes_the_file"),
+    "python scripts/recipe_curve.py": "tests/unit/test_recipes.py::test_recipe_curve_draws_reward_and_heldout",
     "python scripts/set_up.py": ("tests/integration/test_set_up.py::test_extras_resolve_without_settings_of_pip"),
     "python scripts/trl_field_table.py": "tests/integration/config/test_trl_fields.py::test_main_writes_the_file",
     "python scripts/vllm_field_table.py": (

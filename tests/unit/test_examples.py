@@ -57,8 +57,18 @@ def test_example_with_a_file_is_refused(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_example_takes_overrides(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", "grpo.max_stepz=3", "--example", "arithmetic"]) == 2
-    assert "did you mean grpo.max_steps" in capsys.readouterr().err
+    for words in (
+        ["train", "grpo.max_stepz=3", "--example", "arithmetic"],
+        ["check", "--example", "arithmetic", "grpo.max_stepz=3"],
+        ["check", "--example", "arithmetic", "--sample", "5", "--json", "x", "grpo.max_stepz=3"],
+    ):
+        assert main(words) == 2
+        assert "did you mean grpo.max_steps" in capsys.readouterr().err
+
+
+def test_check_without_config_and_example_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check"]) == 2
+    assert "there is no config" in capsys.readouterr().err
 
 
 def test_init_folder_gets_config_and_reward(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
