@@ -55,8 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     for stream in (sys.stdout, sys.stderr):  # also covers library messages and the traceback of an unexpected error
         redact_stream(stream)
-    arguments = build_parser().parse_args(argv)
     try:
+        arguments = build_parser().parse_args(argv)
         sort_overrides(arguments)
         return arguments.run(arguments)
     except (TrainingError, HubError) as error:

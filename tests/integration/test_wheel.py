@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import set_up
 from small_runs import rows_of
 
 ROOT = Path(__file__).parents[2]
@@ -99,20 +100,16 @@ def test_wheel_trains_outside_of_a_clone(installed: Installed) -> None:
 
 @pytest.mark.slow
 def test_wheel_in_a_fresh_environment_trains_an_example(installed: Installed, tmp_path: Path) -> None:
-    """The same with all libraries installed anew from the package index; the folder then has some gigabytes."""
-    uv = Path(sys.executable).with_name("uv")
-    if not uv.exists():
-        pytest.skip("needs uv, which `make setup` installs")
+    """All libraries are installed anew, with the settings of pip on this machine: some gigabytes."""
     environment = tmp_path / "venv"
-    subprocess.run([uv, "venv", "--quiet", "--python", sys.executable, environment], check=True)
+    python = set_up.create_environment(environment)
+    set_up.provide_libnuma(environment)
+    try:
+        route, _ = set_up.find_route(python, "cpu", ["cpu"])
+    except set_up.SetUpError as error:
+        pytest.skip(f"needs a package index: {error}")
     requirement = f"grpo-ray[cpu] @ {installed.wheel.as_uri()}"
-    overrides = tmp_path / "overrides.txt"
-    overrides.write_text("torch==2.13.0\n")  # any build of this release; the default index has no CPU build
-    install = [uv, "pip", "install", "--quiet", "--python", environment / "bin" / "python", "--overrides", overrides]
-    done = subprocess.run([*install, requirement], text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    if "error sending request" in done.stdout or "Could not connect" in done.stdout:
-        pytest.skip(f"needs a package index: {done.stdout[-300:]}")
-    assert done.returncode == 0, done.stdout
+    assert set_up.uv(python, ["install", "--quiet", requirement], "cpu", route).returncode == 0
     (tmp_path / "empty").mkdir()
     fresh = Installed(installed.wheel, environment / "bin", tmp_path / "empty")
     text = fresh.run("grpo-ray", "train", "--example", "arithmetic", "grpo.max_steps=2", "data.heldout_limit=20")
