@@ -81,16 +81,13 @@ def test_wheel_has_the_files_of_the_package_and_no_others(installed: Installed) 
     assert ours == {name for name in files if not name.endswith(".pyc")}
 
 
-@pytest.mark.main_path
 def test_wheel_trains_outside_of_a_clone(installed: Installed) -> None:
-    """`grpo-ray init`, `check` and `train`, of the first config and of an example, in an empty folder."""
+    """`grpo-ray init`, and `train` of the config that it writes, in an empty folder."""
     where = installed.run("python", "-c", "import grpo_ray; print(grpo_ray.__file__, grpo_ray.__version__)")
     assert where.startswith(str(installed.bin.parent)) and where.endswith(" 0.1.0\n")
     assert "wrote my_run.yaml" in installed.run("grpo-ray", "init")
     small = ["grpo.max_steps=2", "grpo.save_steps=2", "grpo.prompts_per_step=4", "grpo.num_generations=4"]
     small += ["cluster.num_workers=1", "data.heldout_limit=8"]
-    checked = installed.run("grpo-ray", "check", "my_run.yaml", "data.limit=20", *small)
-    assert "rewards, tried on the first problems" in checked
     # The reward of `init`, which a comment of its YAML names.
     own = 'rewards.functions=[correctness, "my_rewards:short_answer"]'
     installed.run("grpo-ray", "train", "my_run.yaml", own, *small, PYTHONPATH=".")
@@ -99,7 +96,7 @@ def test_wheel_trains_outside_of_a_clone(installed: Installed) -> None:
 
 
 @pytest.mark.slow
-def test_wheel_in_a_fresh_environment_trains_an_example(installed: Installed, tmp_path: Path) -> None:
+def test_wheel_in_a_fresh_environment_checks_and_trains_an_example(installed: Installed, tmp_path: Path) -> None:
     """All libraries are installed anew, with the settings of pip on this machine: some gigabytes."""
     environment = tmp_path / "venv"
     python = set_up.create_environment(environment)
@@ -112,6 +109,8 @@ def test_wheel_in_a_fresh_environment_trains_an_example(installed: Installed, tm
     assert set_up.uv(python, ["install", "--quiet", requirement], "cpu", route).returncode == 0
     (tmp_path / "empty").mkdir()
     fresh = Installed(installed.wheel, environment / "bin", tmp_path / "empty")
-    text = fresh.run("grpo-ray", "train", "--example", "arithmetic", "grpo.max_steps=2", "data.heldout_limit=20")
+    short = ["--example", "arithmetic", "grpo.max_steps=2", "data.heldout_limit=20"]
+    assert "rewards, tried on the first problems" in fresh.run("grpo-ray", "check", "--sample", "20", *short)
+    text = fresh.run("grpo-ray", "train", *short)
     assert "step 2/2" in text
     assert len(rows_of(tmp_path / "grpo_ray_runs" / "arithmetic")) == 2
