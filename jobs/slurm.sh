@@ -18,6 +18,7 @@
 #SBATCH --job-name=grpo-ray
 #SBATCH --ntasks-per-node=1
 #SBATCH --exclusive
+#SBATCH --mem=0
 #SBATCH --time=24:00:00
 #SBATCH --requeue
 #SBATCH --open-mode=append
