@@ -35,7 +35,7 @@ $(READY): pyproject.toml scripts/set_up.py
 	@touch $@
 
 train: setup
-	$(BIN)/python jobs/train.py jobs/configs/arithmetic.yaml
+	$(BIN)/python jobs/train.py --example arithmetic
 
 notebook: setup
 	$(PYTHON) scripts/set_up.py --accelerator $(ACCELERATOR) --venv $(VENV) --extras test,notebook

@@ -1,4 +1,4 @@
-"""Command line: `grpo-ray train | chaos | check | eval | export | report | watch | sweep | fork | replay | contains`.
+"""Command line of grpo_ray: `build_parser` lists the commands.
 
 Each command is one function that takes the parsed arguments and returns the exit status. Heavy libraries are imported
 inside the commands, after the config was read, so that mistakes in it are reported at once.
@@ -8,6 +8,7 @@ import argparse
 import json
 import os
 import select
+import shlex
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -26,6 +27,7 @@ from grpo_ray.config.similar_names import suggestion
 from grpo_ray.config.trl_fields import PASSED, allowed_values, default_text, meaning
 from grpo_ray.driver.stage_config import has_stages, load_stages
 from grpo_ray.errors import ConfigError, DamagedFileError, GrpoRayError, HubError, TrainingError
+from grpo_ray.examples import FIRST_REWARD, describe_examples, example_path, write_first_files
 from grpo_ray.resilience.error_triage import MEMORY_ADVICE, is_memory_kill
 from grpo_ray.storage.retry import is_full, is_transient
 from grpo_ray.text.redaction import redact, redact_stream
@@ -60,8 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     for stream in (sys.stdout, sys.stderr):  # also covers library messages and the traceback of an unexpected error
         redact_stream(stream)
-    arguments = build_parser().parse_args(argv)
     try:
+        arguments = build_parser().parse_args(argv)
         sort_overrides(arguments)
         return arguments.run(arguments)
     except (TrainingError, HubError) as error:
@@ -110,6 +112,32 @@ class CommandParser(argparse.ArgumentParser):
             self._is_parsing = False
 
 
+class ExampleAction(argparse.Action):
+    """Option `--example NAME`; the name `help` lists all examples and ends the command."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        if values == "help":
+            print(describe_examples())
+            parser.exit()
+        setattr(namespace, self.dest, values)
+
+
+def add_example(parser: argparse.ArgumentParser) -> None:
+    """Add the option `--example` to a command."""
+    parser.add_argument(
+        "--example",
+        action=ExampleAction,
+        metavar="NAME",
+        help="use a config that comes with the package; `--example help` lists them",
+    )
+
+
 def build_parser() -> argparse.ArgumentParser:
     """Build the parser of all commands; each sets `run` to its function."""
     parser = argparse.ArgumentParser(
@@ -117,15 +145,28 @@ def build_parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=CommandParser)
 
+    init = commands.add_parser("init", help="write a first YAML, ready to train")
+    init.add_argument(
+        "target",
+        nargs="?",
+        default=".",
+        metavar="FOLDER|FILE.yaml",
+        help="folder that gets my_run.yaml and my_rewards.py, or the YAML's own path; default: this folder",
+    )
+    add_example(init)
+    init.set_defaults(run=run_init)
+
     train = commands.add_parser("train", add_help=False, help="train from a YAML file, or continue a run")
     train.add_argument("config", nargs="?", metavar=CONFIG)
     train.add_argument("overrides", nargs="*", metavar=OVERRIDE)
+    add_example(train)
     train.add_argument("-h", "--help", action="store_true")
     train.set_defaults(run=run_train, requires_file=False)
 
     chaos = commands.add_parser("chaos", help="train with injected faults, and count what is lost")
     chaos.add_argument("config", nargs="?", metavar=CONFIG)
     chaos.add_argument("overrides", nargs="*", metavar=OVERRIDE)
+    add_example(chaos)
     chaos.add_argument("--seed", type=int, default=0, help="seed of the steps and workers of the faults")
     chaos.add_argument(
         "--faults",
@@ -136,7 +177,7 @@ def build_parser() -> argparse.ArgumentParser:
     chaos.set_defaults(run=run_chaos, requires_file=False)
 
     check = commands.add_parser("check", help="check data, rewards and memory without training")
-    check.add_argument("config", metavar=CONFIG)
+    check.add_argument("config", nargs="?", metavar=CONFIG)
     check.add_argument(
         "--sample",
         type=int,
@@ -160,6 +201,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     check.add_argument("--json", metavar="FILE", help="also write the report to this file")
     check.add_argument("overrides", nargs="*", metavar=OVERRIDE)
+    add_example(check)
     check.set_defaults(run=run_check, requires_file=True)
 
     evaluate = commands.add_parser("eval", help="measure a checkpoint: pass@1, pass@k, maj@k")
@@ -283,6 +325,18 @@ def add_settings_options(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="use settings of the run folder that run its author's code, or call an address",
     )
+
+
+def run_init(arguments: argparse.Namespace) -> int:
+    """Write a first config, or a copy of an example, and print the commands that use it."""
+    written = write_first_files(Path(arguments.target).expanduser(), arguments.example)
+    for path in written:
+        print(f"wrote {path}")
+    config, *others = (shlex.quote(str(path)) for path in written)
+    print(f"\nchecked by:   grpo-ray check {config}\ntrained by:   grpo-ray train {config}")
+    if others:
+        print(f"{FIRST_REWARD.name} has a reward of your own, which a comment in the YAML shows how to use")
+    return 0
 
 
 def run_train(arguments: argparse.Namespace) -> int:
@@ -760,7 +814,7 @@ def sort_overrides(arguments: argparse.Namespace) -> None:
     """Separate overrides from the file or checkpoint of a command that takes both, whatever their order.
 
     Raises:
-        ConfigError: there are two files, or the command requires one and there is none.
+        ConfigError: there are two files, or the command requires one and there is none; there is no such example.
     """
     if "overrides" not in arguments:
         return
@@ -768,6 +822,12 @@ def sort_overrides(arguments: argparse.Namespace) -> None:
     noun = "run" if field == "source" else field
     words = [word for word in (getattr(arguments, field), *arguments.overrides) if word is not None]
     files = [word for word in words if not is_override(word)]
+    if example := getattr(arguments, "example", None):
+        if files:
+            raise ConfigError(
+                f"--example {example} and {files[0]!r}: give one config; `grpo-ray init` copies an example"
+            )
+        files = [str(example_path(example))]
     if len(files) > 1:
         raise ConfigError(
             f"{files[1]!r} is neither the only {noun} nor an override; give one {noun}, and overrides as {OVERRIDE}"
@@ -941,10 +1001,11 @@ def read_run_config(checkpoint: str, **trust: Any) -> tuple[str | None, dict[str
 def train_help() -> str:
     """Describe every field of the YAML with its default; TRL's own fields come last."""
     lines = [
-        f"usage: grpo-ray train [{CONFIG}] [{OVERRIDE} ...]",
+        f"usage: grpo-ray train [{CONFIG} | --example NAME] [{OVERRIDE} ...]",
         "",
-        "Train from a YAML file, or continue the run of that name. A file with `stages` runs them one after the other; "
-        "stages.NAME.section.field=value sets a field of one of them. Set fields in the file, or on the command line:",
+        "Train from a YAML file, or continue the run of that name; `--example help` lists the configs of the package. "
+        "A file with `stages` runs them one after the other; stages.NAME.section.field=value sets a field of one of "
+        "them. Set fields in the file, or on the command line:",
     ]
     for section, fields in loader.describe_fields().items():
         lines.append(f"\n{section}:")

@@ -4,7 +4,7 @@ On this machine:   python jobs/evaluate.py ~/grpo_ray_runs/arithmetic/checkpoint
 On a cluster:      ray job submit --address http://127.0.0.1:8265 --working-dir . \
                        --runtime-env jobs/runtime_env.yaml -- \
                        python jobs/evaluate.py s3://bucket/runs/deepmath/checkpoint-000500 \
-                       --config jobs/configs/deepmath-qwen2.5-0.5b.yaml
+                       --config grpo_ray/examples/configs/deepmath-qwen2.5-0.5b.yaml
 """
 
 import sys

@@ -24,8 +24,8 @@ INTRODUCTION = """\
 
 <!-- Generated from grpo_ray/config/schema.py by `python scripts/configuration_page.py`. Edit the schema instead. -->
 
-A run is described by one YAML file of sections with fields; `jobs/configs/` has examples. Every field can be overridden
-on the command line:
+A run is described by one YAML file of sections with fields, such as those of the [recipes](../recipes/README.md). Every
+field can be overridden on the command line:
 
 ```
 grpo-ray train CONFIG.yaml section.field=value ...

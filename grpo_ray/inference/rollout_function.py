@@ -74,7 +74,7 @@ def load_rollout_function(rollout: RolloutConfig) -> RolloutFunction:
     if list(signature.parameters)[:2] == ["prompts", "trainer"]:
         raise ConfigError(
             f"{where} has the signature of TRL's rollout_func, (prompts, trainer), whose requests have no seeds of "
-            "their own; docs/tools-and-environments.md shows how to change it to (rows, policy)"
+            "their own; change it to (rows, policy), as in grpo_ray's documentation (Tools and environments)"
         )
     try:
         signature.bind([], None, **settings)

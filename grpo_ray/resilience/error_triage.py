@@ -45,8 +45,8 @@ MEMORY_ADVICE = (
 )
 
 GPU_MEMORY_ADVICE = (
-    "lower grpo.tokens_per_micro_batch or, with colocated engines, engine.gpu_memory_utilization; docs/gpu-memory.md "
-    "names the other settings"
+    "lower grpo.tokens_per_micro_batch or, with colocated engines, engine.gpu_memory_utilization; grpo_ray's "
+    "documentation lists the other settings (GPU memory)"
 )
 
 FATAL_ERRORS = (

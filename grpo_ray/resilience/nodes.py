@@ -60,12 +60,15 @@ def versions() -> dict[str, str]:
     source = hashlib.sha256()
     for path in sorted(package_folder.rglob("*.py")):
         source.update(path.relative_to(package_folder).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
-    commit = subprocess.run(
-        ["git", "-C", str(package_folder), "describe", "--always", "--dirty", "--abbrev=12"],
-        capture_output=True,
-        text=True,
-    )
-    return found | {"grpo_ray": source.hexdigest()[:12], "commit": commit.stdout.strip() or "none"}
+    return found | {"grpo_ray": source.hexdigest()[:12], "commit": _commit(package_folder) or "none"}
+
+
+def _commit(package_folder: Path) -> str:
+    """Return the git commit of the clone that a package is in; "" for an installed package."""
+    if not (package_folder.parent / ".git").exists():
+        return ""  # git would take the repository around the environment, which is another project's
+    command = ["git", "-C", str(package_folder), "describe", "--always", "--dirty", "--abbrev=12"]
+    return subprocess.run(command, capture_output=True, text=True).stdout.strip()
 
 
 def version_differences(driver_versions: dict[str, str]) -> list[str]:

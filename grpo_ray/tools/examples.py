@@ -1,7 +1,7 @@
 """A tool and an environment for the two small examples of several turns; both are templates for your own.
 
-rollout: {tools: ["grpo_ray.tools.examples:multiply"]}          # jobs/configs/multiply-tool.yaml
-rollout: {environment: "grpo_ray.tools.examples:Guess"}         # jobs/configs/guessing-game.yaml
+rollout: {tools: ["grpo_ray.tools.examples:multiply"]}          # --example multiply-tool
+rollout: {environment: "grpo_ray.tools.examples:Guess"}         # --example guessing-game
 """
 
 import random

@@ -1,10 +1,8 @@
 """Tests of whole runs on a real Ray cluster whose network is cut, and whose nodes join and leave."""
 
-import os
 import subprocess
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,9 +10,10 @@ from typing import Any
 import pytest
 from failing_storage import wait_for
 from faulty_runs import SETTINGS, outcome_of, same, start, undisturbed
+from gated_runs import THREADS, Gates, attempts, gated_settings, outcome_without_gates
 from network_namespaces import Network, address, separate_nodes, unsupported_reason
 from several_nodes import several_nodes
-from small_runs import events_of, groups_of, small_settings
+from small_runs import groups_of
 
 from grpo_ray.resilience.elastic import MIN_SECONDS_BETWEEN_RESIZES
 from grpo_ray.resilience.error_triage import RepeatedErrorDetector, annotate_step
@@ -23,62 +22,12 @@ LONG = 300.0
 """Time limit for an event on a busy machine, seconds."""
 CUT = 20.0
 """Duration of a network cut, seconds."""
-THREADS = f"cluster.threads_per_worker={max(1, (os.cpu_count() or 1) // 2)}"
-"""Setting for as many threads as in the run without faults."""
-
-
-@dataclass(frozen=True)
-class Gates:
-    """Points at which the workers of a run wait for the test: inside some steps, separately on each node."""
-
-    folder: Path
-    steps: list[int]
-    upload: str = ""
-    """Name of a checkpoint; the workers also wait before they commit it."""
-
-    def settings(self) -> list[str]:
-        self.folder.mkdir()
-        name, gates = "reward_spies:hold", {"steps": self.steps, "uploads": self.upload, "gates": str(self.folder)}
-        return [f"rewards.functions=['correctness', '{name}']", f"rewards.settings={ {name: gates} }"]
-
-    def reached(self, step: int | str, workers: int = 1, node: int | None = None) -> bool:
-        """Return True once this many workers have reached the gate of a step, on any node or on one of a `Network`."""
-        where = "*" if node is None else address(node)
-        return len(list(self.folder.glob(f"{step}-{where}-*-reached"))) >= workers
-
-    def open(self, step: int | str, node: int | None = None) -> None:
-        """Open a gate for good, for the workers of all nodes or of one."""
-        (self.folder / (f"{step}-open" if node is None else f"{step}-{address(node)}-open")).touch()
 
 
 def wait_in_run(run: subprocess.Popen[str], condition: Callable[[], bool], what: str) -> None:
     """Wait for a condition in a run, which must not end before."""
     wait_for(lambda: condition() or run.poll() is not None, what, LONG)
     assert run.poll() is None, run.communicate()[0]
-
-
-def attempts(folder: Path) -> list[tuple[int, int]]:
-    """Return the first step and the number of workers of each attempt."""
-    return [(event["step"], event["workers"]) for event in events_of(folder, "began")]
-
-
-def settings(name: str, storage: Path, policy: Path, gates: Gates) -> list[str]:
-    """Return the overrides of a run of SETTINGS with one worker per node of three CPUs, and with gates."""
-    return [
-        *small_settings(name, storage, policy),
-        *SETTINGS,
-        *gates.settings(),
-        "cluster.cpus_per_worker=2",
-        THREADS,
-        "run.hang_seconds=600",
-    ]
-
-
-def outcome_without_gates(folder: Path) -> dict[str, Any]:
-    """Read the outcome of a run without the metrics of the reward that holds the gates."""
-    outcome = outcome_of(folder)
-    rows = [{name: value for name, value in row.items() if "hold" not in name} for row in outcome["rows"]]
-    return outcome | {"rows": rows}
 
 
 @pytest.mark.slow
@@ -91,7 +40,7 @@ def test_network_cut_with_new_and_lost_node_costs_nothing(
     folder, gates = tmp_path / "network", Gates(tmp_path / "gates", [5, 8])
     with separate_nodes(3, 3) if cut else several_nodes(3, 3) as nodes:
         train = nodes.train if isinstance(nodes, Network) else partial(start, RAY_ADDRESS=nodes.address)
-        run = train(settings("network", tmp_path, policy, gates))
+        run = train(gated_settings("network", tmp_path, policy, gates))
         wait_in_run(run, lambda: gates.reached(5, workers=2), "step 5")
         if isinstance(nodes, Network):
             nodes.cut_node(nodes.workers[1])
@@ -116,7 +65,7 @@ def test_network_cut_with_new_and_lost_node_costs_nothing(
 def test_elastic_run_grows_and_shrinks_with_nodes(small_run: Callable[..., Any], policy: Path, tmp_path: Path) -> None:
     folder, gates = tmp_path / "grows", Gates(tmp_path / "gates", [5, 8])
     with separate_nodes(3) as network:
-        run = network.train([*settings("grows", tmp_path, policy, gates), "cluster.num_workers=[1, 2]"])
+        run = network.train([*gated_settings("grows", tmp_path, policy, gates), "cluster.num_workers=[1, 2]"])
         wait_in_run(run, lambda: gates.reached(5), "step 5")
         new = network.add_node(3)
         time.sleep(MIN_SECONDS_BETWEEN_RESIZES)  # younger groups are not resized
@@ -139,7 +88,7 @@ def test_fence_stops_worker_that_was_cut_off(small_run: Callable[..., Any], poli
     folder, name = tmp_path / "lost", "checkpoint-000006"
     one, gates = ["cluster.num_workers=1"], Gates(tmp_path / "gates", [], upload=name)
     with separate_nodes(3, 3) as network:
-        run = network.train([*settings("lost", tmp_path, policy, gates), *one])
+        run = network.train([*gated_settings("lost", tmp_path, policy, gates), *one])
         wait_in_run(run, lambda: gates.reached(name), "the upload of step 6")
         old, new = network.workers if gates.reached(name, node=network.workers[0]) else network.workers[::-1]
         network.cut_node(old)

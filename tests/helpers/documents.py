@@ -11,11 +11,13 @@ ROOT = Path(__file__).parents[2]
 PAGES = (
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")),
     *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "recipes").rglob("*.md")),
 )
 NOTEBOOKS = tuple(sorted((ROOT / "notebooks").glob("*.ipynb")))
 JOBS = (
     *sorted((ROOT / "jobs").glob("*.py")),
-    *sorted((ROOT / "jobs/configs").glob("*.yaml")),
+    *sorted((ROOT / "grpo_ray/examples/configs").glob("*.yaml")),
+    *sorted((ROOT / "jobs/stages").glob("*.yaml")),
     *sorted((ROOT / "jobs/sweeps").glob("*.yaml")),
 )
 
@@ -106,7 +108,7 @@ def commands() -> list[Command]:
     for path in JOBS:
         text = re.sub(r"^#", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE).replace("\\\n", " ")
         # The rest of a line from the program on: "On this machine:   python jobs/train.py ...".
-        for line in re.findall(r"\bpython jobs/.*", text):
+        for line in re.findall(r"\bpython jobs/.*|^ +grpo-ray .*", text, re.MULTILINE):
             found += [Command(str(path.relative_to(ROOT)), words) for words in _split(line)]
     return found
 

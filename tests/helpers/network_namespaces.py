@@ -92,6 +92,9 @@ class Machine:
 class Network:
     """Head node without CPUs, and nodes that join and leave, identified by their number, from 2."""
 
+    started_line = "Ray runtime started"
+    """Text in the log of a machine whose command has started."""
+
     def __init__(self, folder: Path, **environment: str):
         """
         Args:
@@ -173,12 +176,15 @@ class Network:
         for driver in self._drivers:
             driver.wait()
 
-    def _machine(self, number: int, *options: str) -> Machine:
+    def command(self, number: int, *options: str) -> list[str]:
+        """Return the command that runs on a machine; `options` are those of `ray start`."""
         ray = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
-        ray += [f"--node-ip-address={address(number)}", f"--temp-dir={self._temporary(number)}", *options]
+        return [*ray, f"--node-ip-address={address(number)}", f"--temp-dir={self._temporary(number)}", *options]
+
+    def _machine(self, number: int, *options: str) -> Machine:
         environment = self.environment | {"RAY_TMPDIR": self._temporary(number)}
         log, name = self.folder / f"{number}.log", host_name(number)
-        self._machines[number] = Machine(log, name, self._hosts, ray, environment)
+        self._machines[number] = Machine(log, name, self._hosts, self.command(number, *options), environment)
         return self._machines[number]
 
     def _start(self, number: int) -> None:
@@ -186,7 +192,7 @@ class Network:
         machine.connect(address(number))
 
         def started_or_ended() -> bool:
-            return "Ray runtime started" in machine.log.read_text() or not machine.is_alive()
+            return self.started_line in machine.log.read_text() or not machine.is_alive()
 
         wait_for(started_or_ended, f"node {number}", START_TIMEOUT_SECONDS)
         assert machine.is_alive(), machine.log.read_text()[-2000:]

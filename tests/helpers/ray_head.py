@@ -52,7 +52,7 @@ class Head:
         """The README's command, but that it does not wait for the job's end."""
         return self.ray(
             "submit", "--no-wait", "--working-dir", ".", "--runtime-env", "jobs/runtime_env.yaml", "--", "python",
-            "jobs/train.py", "jobs/configs/arithmetic.yaml", *job, **environment,
+            "jobs/train.py", "--example", "arithmetic", *job, **environment,
         )  # fmt: skip
 
     def submitted(self, *job: str) -> str:

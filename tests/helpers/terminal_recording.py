@@ -1,6 +1,6 @@
 """Recording of a command on a terminal, as an animated SVG file that loads nothing and runs no script.
 
-    python tests/helpers/terminal_recording.py run.svg -- grpo-ray train jobs/configs/arithmetic.yaml
+    python tests/helpers/terminal_recording.py run.svg -- grpo-ray train --example arithmetic
 
 `--kill-at N` kills a worker of the run at step N, as a machine that dies does, so that the recording shows a restart.
 """

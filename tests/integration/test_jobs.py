@@ -55,7 +55,7 @@ def test_job_is_submitted_stopped_and_resumed_from_best(
         assert missing.returncode != 0
         assert "no authentication token was found" in missing.stdout and "RAY_AUTH_TOKEN" in missing.stdout
         outside = subprocess.run(
-            [sys.executable, "jobs/train.py", "jobs/configs/arithmetic.yaml", f"run.storage_path={tmp_path}"],
+            [sys.executable, "jobs/train.py", "--example", "arithmetic", f"run.storage_path={tmp_path}"],
             cwd=ROOT,
             env=with_token | {"RAY_ADDRESS": f"127.0.0.1:{cluster.gcs}", "RAY_AUTH_TOKEN": "0" * 64},
             capture_output=True,

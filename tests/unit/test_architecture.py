@@ -14,6 +14,7 @@ ORDER = [
     "device",
     "loopback",
     "config",
+    "examples",
     "storage",
     "data",
     "telemetry",

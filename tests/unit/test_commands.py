@@ -89,6 +89,7 @@ RUN_BY: Mapping[str, str] = {
     "python scripts/metrics_page.py": "tests/unit/training/test_metric_names.py::test_metrics_page_is_up_to_date",
     "python scripts/notebook_code.py": "tests/unit/test_generated_file.py::test_notebook_code_parses",
     "python scripts/peft_field_table.py": ("tests/integration/config/test_peft_fields.py::test_main_writes_the_file"),
+    "python scripts/recipe_curve.py": "tests/unit/test_recipes.py::test_recipe_curve_draws_reward_and_heldout",
     "python scripts/set_up.py": ("tests/integration/test_set_up.py::test_extras_resolve_without_settings_of_pip"),
     "python scripts/trl_field_table.py": "tests/integration/config/test_trl_fields.py::test_main_writes_the_file",
     "python scripts/vllm_field_table.py": (
@@ -110,6 +111,7 @@ RUN_BY: Mapping[str, str] = {
         "tests/integration/experiments/test_experiments.py::test_fork_without_changes_equals_the_run_bit_for_bit"
     ),
     "grpo-ray replay": ("tests/integration/experiments/test_experiments.py::test_replay_of_an_untouched_run_is_equal"),
+    "grpo-ray init": "tests/integration/test_wheel.py::test_wheel_trains_outside_of_a_clone",
     "grpo-ray report": "tests/integration/driver/test_run.py::test_report_of_a_real_run_makes_a_page",
     "grpo-ray sweep": ("tests/integration/sweep/test_sweep.py::test_halved_sweep_leaves_the_survivor_unchanged"),
     "grpo-ray train": (
@@ -146,6 +148,7 @@ NOT_RUN: Mapping[str, str] = {
     "python tests/gpu/probes.py": "is started by the tests of a GPU",
     "python tests/helpers/library_contract/__main__.py": "is `make contract`",
     "python -m library_contract": "is `make contract`",
+    "python tests/helpers/fake_slurm.py": "is started by tests of the Slurm script",
     "python tests/helpers/several_nodes.py": "is started by tests of several machines",
     "python tests/helpers/terminal_run.py": "is started by tests/integration/observers/terminal/test_terminal.py",
 }

@@ -32,6 +32,7 @@ from grpo_ray.data.registry import DATASETS, EMBEDDED
 from grpo_ray.data.stream import open_splits
 from grpo_ray.driver.stage_config import Stages, load_stages
 from grpo_ray.driver.stage_config import has_stages as has_stages_of
+from grpo_ray.examples import FIRST_CONFIG, example_names, example_path
 from grpo_ray.inference.rollout_function import load_rollout_function
 from grpo_ray.rewards.registry import load_rewards
 from grpo_ray.sweep.trials import TrialConfigs, list_trials
@@ -52,7 +53,7 @@ HUB_FILES = {name: f"hf://datasets/{id}/data" for name, id in HUB_DATASETS.items
 PLACEHOLDERS = {"CONFIG.yaml", "section.field=value"}
 """Words of a command in place of a file and of overrides."""
 
-OTHER_PROGRAMS = {"ray", "kubectl", "ssh", "export", "chmod"}
+OTHER_PROGRAMS = {"ray", "kubectl", "ssh", "export", "chmod", "sbatch", "docker", "uv", "echo", "source"}
 """Programs in shell blocks whose arguments are not checked here, except for files and for our commands among them."""
 
 JOB_COMMANDS = {"jobs/train.py": "train", "jobs/evaluate.py": "eval"}
@@ -62,10 +63,14 @@ JOB_COMMANDS = {"jobs/train.py": "train", "jobs/evaluate.py": "eval"}
 # --- YAML ---
 
 
+def example_files() -> list[Path]:
+    return [FIRST_CONFIG, *map(example_path, example_names())]
+
+
 def yaml_files() -> list[Block]:
     return [
         Block(str(path.relative_to(ROOT)), "yaml", path.read_text(encoding="utf-8"))
-        for path in (*sorted(ROOT.glob("*.yaml")), *sorted((ROOT / "jobs").rglob("*.yaml")))
+        for path in (*sorted(ROOT.glob("*.yaml")), *sorted((ROOT / "jobs").glob("*.yaml")), *example_files())
     ]
 
 
@@ -388,8 +393,8 @@ def test_command_is_valid(command: Command, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.chdir(ROOT)
     try:
         check_command(command)
-    except SystemExit:
-        pytest.fail(f"{command}: is refused by the parser")
+    except SystemExit as ended:
+        assert ended.code == 0, f"{command}: is refused by the parser"
 
 
 @pytest.mark.parametrize(
@@ -398,10 +403,11 @@ def test_command_is_valid(command: Command, monkeypatch: pytest.MonkeyPatch) -> 
         ("make test-nothing", "no target test-nothing"),
         ("make test-gpu WET=1", "reads no WET"),
         ("grpo-ray fly", None),
-        ("grpo-ray train jobs/configs/arithmetic.yaml --fast", None),
-        ("grpo-ray train jobs/configs/missing.yaml", "missing.yaml"),
+        ("grpo-ray train --example arithmetic --fast", None),
+        ("grpo-ray train missing.yaml", "missing.yaml"),
+        ("grpo-ray train --example missing", "no such example"),
         ("grpo-ray train jobs/configs/arithmetic.yaml grpo.max_stepz=3", "max_stepz"),
-        ("python jobs/train.py jobs/configs/arithmetic.yaml grpo.max_steps=-1", "max_steps"),
+        ("python jobs/train.py --example arithmetic grpo.max_steps=-1", "max_steps"),
         ("ray job submit -- python jobs/nothing.py", "jobs/nothing.py"),
         ("python -m grpo_ray.nothing", "grpo_ray.nothing"),
         ("python tests/helpers/replay.py RUN --sped 10", "--sped"),

