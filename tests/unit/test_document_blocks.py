@@ -42,8 +42,6 @@ NOT_CONFIGS = {
     "cluster.yaml": "a cluster for Ray's cluster launcher",
     "jobs/rayjob.yaml": "a RayJob for KubeRay",
     "jobs/runtime_env.yaml": "a runtime environment for Ray's job server",
-    "jobs/sweeps/arithmetic.yaml": "a sweep",
-    "docs/experiments.md": "a sweep",
 }
 """YAML files, and documents with YAML blocks, that have no section of ours -> what they are."""
 
@@ -70,7 +68,7 @@ def example_files() -> list[Path]:
 def yaml_files() -> list[Block]:
     return [
         Block(str(path.relative_to(ROOT)), "yaml", path.read_text(encoding="utf-8"))
-        for path in (*sorted(ROOT.glob("*.yaml")), *sorted((ROOT / "jobs").glob("*.yaml")), *example_files())
+        for path in (*sorted(ROOT.glob("*.yaml")), *sorted((ROOT / "jobs").rglob("*.yaml")), *example_files())
     ]
 
 
@@ -85,7 +83,14 @@ def has_stages(block: Block) -> bool:
     return "stages" in yaml.safe_load(block.text)
 
 
-ALL_CONFIGS = [block for block in (*yaml_files(), *blocks("yaml")) if block.source not in NOT_CONFIGS]
+def is_sweep(block: Block) -> bool:
+    """Return True for a sweep file, which has exactly one of these keys."""
+    return not {"vary", "trials", "draw"}.isdisjoint(yaml.safe_load(block.text))
+
+
+YAML = [*yaml_files(), *blocks("yaml")]
+SWEEPS = [block for block in YAML if is_sweep(block)]
+ALL_CONFIGS = [block for block in YAML if block.source not in NOT_CONFIGS and not is_sweep(block)]
 CONFIGS = [block for block in ALL_CONFIGS if not has_stages(block)]
 STAGES = [block for block in ALL_CONFIGS if has_stages(block)]
 
@@ -93,15 +98,14 @@ STAGES = [block for block in ALL_CONFIGS if has_stages(block)]
 def test_yaml_that_is_no_config_is_named() -> None:
     assert CONFIGS
     assert [str(block) for block in ALL_CONFIGS if not is_config(block)] == []
-    named = {block.source for block in (*yaml_files(), *blocks("yaml")) if not is_config(block)}
+    named = {block.source for block in YAML if not is_config(block) and not is_sweep(block)}
     assert set(NOT_CONFIGS) == named, "NOT_CONFIGS has a stale entry"
 
 
 def test_sweeps_load_with_their_trials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    sweeps = [block for block in (*yaml_files(), *blocks("yaml")) if NOT_CONFIGS.get(block.source) == "a sweep"]
-    assert len(sweeps) >= 2
-    for block in sweeps:
+    assert len(SWEEPS) >= 2
+    for block in SWEEPS:
         path = tmp_path / (block.file or "sweep.yaml")
         path.write_text(block.text, encoding="utf-8")
         sweep = load_sweep(str(path))
