@@ -17,6 +17,7 @@ from grpo_ray.config.loader import load_config
 from grpo_ray.data.problem import Problem
 from grpo_ray.learner.hooks import LearnerHooks
 from grpo_ray.learner.sft import SftLearner, placeholder
+from grpo_ray.storage.records.groups import GroupRecord
 
 DEMONSTRATIONS = [
     Problem(
@@ -87,7 +88,8 @@ def train_ours(rank: int, folder: str, per_pass: int, workers: int) -> dict[str,
     config = load_config(
         None, [f"grpo.prompts_per_step={STEP}", f"cluster.num_workers={workers}", "run.kind=sft", "data.train=a.jsonl"]
     )
-    record, groups = Record(), []  # type: ignore[var-annotated]
+    record = Record()
+    groups: list[GroupRecord] = []
     own = [(problem, epoch) for epoch in range(2) for problem in DEMONSTRATIONS[rank::workers]]
     passes = STEP // workers // per_pass
     with in_float64():

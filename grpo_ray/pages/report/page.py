@@ -13,6 +13,7 @@ from grpo_ray.errors import ConfigError
 from grpo_ray.pages.report import facts, groups, health, settings
 from grpo_ray.pages.report.curves import layout_main_curves, layout_other_curves, run_labels
 from grpo_ray.pages.report.read import RunData, find_stages, follow_one_another, read_run
+from grpo_ray.storage.run_folder import RunFolder
 from grpo_ray.text.display import safe_text
 
 if TYPE_CHECKING:
@@ -41,7 +42,10 @@ def write_page(paths: Sequence[str], out: str | None = None) -> str:
         raise ConfigError(f"one page can show at most {MAX_RUNS} runs; got {len(paths)}")
     if out is None and len(paths) != 1:
         raise ConfigError("the page of several runs has no default location; set --out FILE.html")
-    folder, stages = find_stages(paths[0]) if len(paths) == 1 else (None, ())
+    folder: RunFolder | None = None
+    stages: list[str] = []
+    if len(paths) == 1:
+        folder, stages = find_stages(paths[0])
     runs = [read_run(path) for path in (stages or paths)]
     if len(runs) > MAX_RUNS:
         raise ConfigError(
