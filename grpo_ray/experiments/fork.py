@@ -137,7 +137,8 @@ def branch_config(
     if config_path is not None:
         given = load_config(config_path, overrides, drop=("versions",))
         is_set = any(override.startswith("run.storage_path=") for override in overrides)
-        return with_run(given, resume="latest", takeover=None, **({} if is_set else {"storage_path": parent}))
+        storage = given.run.storage_path if is_set else parent
+        return with_run(given, resume="latest", takeover=given.run.takeover, storage_path=storage)
     try:
         recorded = read_recorded(source)
     except (DamagedFileError, FileNotFoundError) as error:

@@ -74,7 +74,8 @@ def test_heldout_sets_measured_alike_have_a_paired_test(tmp_path: Path, capsys: 
     original, fork = (write(tmp_path, name, groups, {1: 0.5, 2: 0.5, 3: 0.5}) for name in ("run", "fork"))
     verdicts = {"run": [0.0] * 6 + [1.0], "fork": [1.0] * 6 + [1.0]}
     for folder in (original, fork):
-        for step, conditions in ((1, {}), (2, {}), (3, {"seed": folder.name})):
+        all_conditions: dict[int, dict[str, Any]] = {1: {}, 2: {}, 3: {"seed": folder.name}}
+        for step, conditions in all_conditions.items():
             records = [
                 HeldoutRecord(problem=f"{number:016x}", correct=(verdict,), lengths=(1,), truncated=(False,))
                 for number, verdict in enumerate(verdicts[folder.name])

@@ -181,9 +181,9 @@ def rewrite(place: Path, **options: Any) -> None:
     """Write the arrays of a ledger again, in a form that grpo_ray does not write, and list it in the manifest."""
     path = place / "ledger.npz"
     with np.load(path) as file:
-        arrays = {name: file[name] for name in file.files}
+        arrays: dict[str, Any] = {name: file[name] for name in file.files}
     arrays |= {name: value for name, value in options.items() if name in arrays}
-    (np.savez_compressed if options.get("compressed") else np.savez)(path, **arrays)
+    (np.savez_compressed if options.get("compressed") else np.savez)(path, allow_pickle=False, **arrays)
     manifest = json.loads((place / "manifest.json").read_text())
     content = path.read_bytes()
     manifest["files"]["ledger.npz"] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
