@@ -14,6 +14,8 @@ from grpo_ray.text.display import one_line, safe_text
 if TYPE_CHECKING:  # imports Ray
     from grpo_ray.sweep.runner import SweepSummary
 
+PLAIN_WIDTH = 200
+"""Characters per line of the ranking where the output is not a terminal."""
 STYLES = {"running": "bold", "finished": "green", "failed": "red", "dropped": "dim", "stopped": "yellow"}
 
 
@@ -98,6 +100,8 @@ def build_table(rows: Sequence[TableRow]) -> Table:
 def print_results(summary: "SweepSummary", console: Console | None = None) -> None:
     """Print the ranking of a sweep, its best checkpoint and its page."""
     console = console or Console()
+    if not console.is_terminal:
+        console = Console(file=console.file, width=PLAIN_WIDTH)
     table = Table(box=None, pad_edge=False, header_style="dim")
     for name in ("", "trial", "settings", "", "steps", "metric", "best minus this", "p"):
         table.add_column(name, no_wrap=True)

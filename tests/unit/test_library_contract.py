@@ -334,7 +334,10 @@ NOT_THEIRS = {
     *("dtype", "eval", "float", "gather", "is_meta", "log_softmax", "long", "ndim", "numel"),  # torch's
     *("bias", "clone", "detach", "named_parameters", "shape", "type", "unsqueeze", "weight", "where"),
     *("count_nonzero", "stride", "to", "_modules"),
-    *("HasField", "ParseFromString", "json"),  # protobuf's and pydantic's
+    *("FromString", "HasField", "ParseFromString", "json"),  # protobuf's and pydantic's
+    # Fields of Ray's messages: tests/unit/resilience/test_ray_internals.py
+    *("creator_actor_dead", "creator_actor_id", "creator_job_id"),
+    "fromhex",
     *("config", "remote"),
 }
 """Attributes of untyped objects in these modules that belong to no library which is checked."""
