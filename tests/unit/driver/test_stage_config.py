@@ -1,4 +1,4 @@
-"""Tests of the configs of stages: what they share, what each has for itself, and overrides."""
+"""Tests of the configs of stages: shared sections, changes of one stage, overrides and refusals."""
 
 from pathlib import Path
 from typing import Any
