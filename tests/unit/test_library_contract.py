@@ -336,7 +336,7 @@ NOT_THEIRS = {
     *("count_nonzero", "stride", "to", "_modules"),
     *("FromString", "HasField", "ParseFromString", "json"),  # protobuf's and pydantic's
     # Fields of Ray's messages: tests/unit/resilience/test_ray_internals.py
-    *("creator_actor_dead", "creator_actor_id", "creator_job_id"),
+    *("creator_actor_dead", "creator_actor_id", "creator_job_id", "state", "binary"),
     "fromhex",
     *("config", "remote"),
 }
