@@ -71,8 +71,8 @@ def print_comparison(comparison: "RunComparison") -> None:
         )
     if comparison.heldout:
         console.print(heldout, highlight=False)
-    if (difference := comparison.reward_difference) is not None:
-        console.print(f"mean difference of the reward on the same problems: {difference:+.4f}", highlight=False)
+    if (mean := comparison.reward_difference) is not None:
+        console.print(f"mean difference of the reward on the same problems: {mean:+.4f}", highlight=False)
     if comparison.first_difference is None:
         console.print(
             f"steps {comparison.at + 1} to {comparison.last} are equal, bit for bit, in all that both runs record"

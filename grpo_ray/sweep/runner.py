@@ -480,7 +480,7 @@ class SweepRunner:
             activity = self._activities.get(name, TrialActivity())
             is_running = name in self._running
             max_steps = self._configs[name].grpo.max_steps
-            standing = record.standing if record.standing != "active" else "waiting"
+            standing: str = record.standing if record.standing != "active" else "waiting"
             if is_running:
                 standing = "running" if record.standing == "active" else "stopping"
             elif record.standing == "active" and facts.step >= max_steps:

@@ -375,7 +375,7 @@ def check_grpo_ray(words: Sequence[str], source: str) -> None:
         config = None
     text = reader_files().get(config) if config else None
     assert config is None or text is not None or (ROOT / config).is_file(), f"{config} does not exist"
-    if text is None and has_stages_of(config):
+    if config is not None and text is None and has_stages_of(config):
         load_stages(config, getattr(arguments, "overrides", ()))
         return
     load_config(config, getattr(arguments, "overrides", ()), text=text)

@@ -17,7 +17,7 @@ from grpo_ray.storage.records.heldout_files import HeldoutRecord, write_heldout
 
 
 def test_metrics_have_one_row_per_step_with_the_latest_values(tmp_path: Path) -> None:
-    rows = [
+    rows: list[dict[str, Any]] = [
         {"step": 1, "reward/mean": 0.25},
         {"step": 2, "reward/mean": 0.5, "checkpoint": "checkpoint-000002"},
         {"step": 2, "reward/mean": 0.75, "learner/loss": 1},  # taken again after a failure
