@@ -250,7 +250,7 @@ KEYWORDS = (
     Keywords("grpo_ray/config/sampling.py", "SamplingOptions", (), "vllm.sampling_params:SamplingParams"),
     Keywords(
         "grpo_ray/learner/trl_config.py",
-        "_optional_arguments",
+        "optional_arguments",
         ("arguments",),
         "trl.trainer.grpo_config:GRPOConfig",
     ),
