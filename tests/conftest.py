@@ -64,8 +64,7 @@ def cluster() -> Iterator[None]:
 
     from grpo_ray.config.loader import load_config
     from grpo_ray.device import LOGICAL_GPUS
-    from grpo_ray.driver.cluster import warm_start
-    from grpo_ray.driver.cluster.connection import connect
+    from grpo_ray.driver.cluster import connection, warm_start
     from grpo_ray.resilience.gpu_driver import cuda_of_torch
 
     # Workers import the reward functions of the tests (reward_spies.py) and of the benchmarks (peers.py) by name.
@@ -75,7 +74,9 @@ def cluster() -> Iterator[None]:
         os.environ[LOGICAL_GPUS] = "4"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_ADDRESS", "local")  # not a cluster of `ray start`, of the user or of tests that run beside
-        connect(load_config(None, ["cluster.num_workers=8"]))
+        connection.connect(load_config(None, ["cluster.num_workers=8"]))
+    # For the runs of the tests it is a cluster that was there before them, whose warm start they do not end.
+    connection._HAS_STARTED.clear()
     os.environ.pop(LOGICAL_GPUS, None)
     sockets = [folder / name for folder in warm_start._folders for name in warm_start.SOCKETS]
     yield
