@@ -324,6 +324,7 @@ def test_bench_weight_proof_measures_a_proof(run_forked: Callable[..., str]) -> 
     assert weights == 0.6 and seconds > 0 and 0 <= memory < 100  # the embedded policy's may fit into free memory
 
 
+@pytest.mark.slow
 def test_bench_micro_batches_plans_every_variant(run_forked: Callable[..., str]) -> None:
     rows = cells(run_forked("bench_micro_batches.py", "--steps", 1), "")[1:]
     assert len(rows) == 2 * 3 * 4  # worker counts, shares of groups with signal, variants

@@ -66,6 +66,7 @@ WHOLE_PROGRAMS: Mapping[str, tuple[str, ...]] = {
     "fault_injection/test_several_steps.py": ("learner", "training/report_callback.py", "training/problem_loader.py"),
     "fault_injection/test_sharded.py": ("learner/sharding.py", "learner/resume.py", "models/shards.py", "training"),
     "fault_injection/test_slurm.py": ("driver/run.py", "resilience/signals.py"),
+    "integration/test_slurm.py": ("driver/run.py", "resilience/signals.py"),
     "fault_injection/test_survival.py": ("training", "storage", "data", "learner", "resilience"),
     "fault_injection/test_terminals.py": ("observers/terminal", "observers/follower.py"),
     "integration/test_wheel.py": ("examples",),

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 from failing_storage import wait_for
 from fake_slurm import LONG, fake_slurm
 
@@ -18,6 +19,7 @@ while :; do sleep 0.1; done
 """
 
 
+@pytest.mark.slow
 def test_slurm_signal_reaches_the_driver_and_the_job_is_requeued(tmp_path: Path) -> None:
     log = tmp_path / "driver.log"
     (tmp_path / "grpo-ray").write_text(DRIVER.format(log=log))
