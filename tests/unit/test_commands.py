@@ -24,19 +24,8 @@ SLOW = {
         f"python tests/benchmarks/bench_{name}.py"
         for name in (
             *("confinement", "curve", "engine", "failure", "floor", "health", "long_run", "micro_batches"),
-            *(
-                "observers",
-                "overlap",
-                "sampling",
-                "savings",
-                "scale",
-                "sharding",
-                "slow_tools",
-                "startup",
-                "sweep",
-                "weight_proof",
-            ),
-            "workers",
+            *("observers", "overlap", "sampling", "savings", "scale", "sharding", "slow_tools"),
+            *("startup", "sweep", "weight_proof", "workers"),
         )
     ),
 }
