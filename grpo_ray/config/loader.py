@@ -171,18 +171,23 @@ def describe_fields() -> dict[str, dict[str, tuple[Any, str]]]:
     }
 
 
-def read_yaml(path: str, text: str | None) -> dict[str, Any]:
+def parse_file(path: str, text: str | None = None) -> Any:
     """Parse a YAML file, or its content if that has been read already. Raises ConfigError."""
     try:
         text = Path(path).read_text(encoding="utf-8") if text is None else text
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from None
     try:
-        settings = parse_yaml(text)
+        return parse_yaml(text)
     except RepeatedKeyError as error:
         raise ConfigError(f"{path}, line {error.line}: {error}") from None
     except YamlError as error:
         raise ConfigError(f"{path}: is not YAML: {error}") from None
+
+
+def read_yaml(path: str, text: str | None) -> dict[str, Any]:
+    """Parse the YAML of a run, or its content if that has been read already. Raises ConfigError."""
+    settings = parse_file(path, text)
     if not isinstance(settings, dict):
         raise ConfigError(f"{path}: must hold sections ({', '.join(SECTIONS)}); got {type(settings).__name__}")
     return settings

@@ -10,8 +10,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import ConfigDict, Field, ValidationError
 
 from grpo_ray.config.fields import VALUES, describe_errors, type_adapter
+from grpo_ray.config.loader import parse_file
 from grpo_ray.config.schema import STRICT, FolderName, NonNegativeInt, PositiveInt
-from grpo_ray.config.yaml_documents import RepeatedKeyError, YamlError, parse_yaml
 from grpo_ray.errors import ConfigError
 
 Values = Annotated[
@@ -153,14 +153,7 @@ def load_sweep(path: str) -> SweepConfig:
     Raises:
         ConfigError: the file is invalid; each line begins with its path.
     """
-    try:
-        settings = parse_yaml(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read: {error}") from None
-    except RepeatedKeyError as error:
-        raise ConfigError(f"{path}, line {error.line}: {error}") from None
-    except YamlError as error:
-        raise ConfigError(f"{path}: is not YAML: {error}") from None
+    settings = parse_file(path)
     if not isinstance(settings, dict):
         raise ConfigError(f"{path}: must be a mapping with base and vary, trials or draw")
     try:
