@@ -1,10 +1,19 @@
-"""Check that a checkpoint has the kind of weights and of optimizer state that a learner loads."""
+"""Kind of weights and of optimizer state of a checkpoint: recorded when it is saved, checked when it is loaded."""
+
+from pathlib import Path
 
 from grpo_ray.config.schema import Config
 from grpo_ray.errors import CheckpointError
-from grpo_ray.models.adapter_folders import has_adapter
-from grpo_ray.models.quantized import Quantization, read_quantization
+from grpo_ray.models.adapter_folders import has_adapter, record_base_policy
+from grpo_ray.models.quantized import Quantization, read_quantization, record_quantization
 from grpo_ray.models.shards import has_shards
+
+
+def record_checkpoint_kind(folder: Path, config: Config) -> None:
+    """Record the base of an adapter: `model.path`, not the path of this worker's copy, and its number format."""
+    if config.model.adapter:
+        record_base_policy(folder, config)
+        record_quantization(folder, Quantization.of(config))
 
 
 def check_checkpoint_kind(checkpoint: str, config: Config) -> None:

@@ -54,7 +54,7 @@ from grpo_ray.inference.trl_without_trackers import GRPOTrainer
 from grpo_ray.inference.vllm_internals import MaskReader
 from grpo_ray.learner.attention import AttentionFacts, use_packing_attention
 from grpo_ray.learner.batch import Batch, loss_mask, proof_logps, select_rows
-from grpo_ray.learner.checkpoint_kind import check_checkpoint_kind
+from grpo_ray.learner.checkpoint_kind import check_checkpoint_kind, record_checkpoint_kind
 from grpo_ray.learner.collectives import Workers
 from grpo_ray.learner.entropy import EntropyTokens, entropy_bonus_correction, select_high_entropy
 from grpo_ray.learner.exact_savings import LossSettings, SavingsPlan, can_pack, plan_savings
@@ -100,14 +100,8 @@ from grpo_ray.learner.trl_internals import (
     shard_without_gpus,
     sharding_reference_by_layer,
 )
-from grpo_ray.models.adapter_folders import record_base_policy
 from grpo_ray.models.adapters import adapter_optimizer, base_model, peft_config, train_in_float32
-from grpo_ray.models.quantized import (
-    Quantization,
-    kept_modules,
-    quantize_policy,
-    record_quantization,
-)
+from grpo_ray.models.quantized import kept_modules, quantize_policy
 from grpo_ray.models.tokenizer import load_tokenizer
 from grpo_ray.rewards.registry import load_rewards
 from grpo_ray.telemetry.profiler import PhaseProfiler, in_phase
@@ -424,12 +418,9 @@ class Learner(GRPOTrainer):
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER))
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """Save the policy. An adapter's checkpoint records `model.path`, not the path of this worker's copy."""
+        """Save the policy, and the base of an adapter."""
         super()._save(output_dir, state_dict)
-        if self.config.model.adapter:
-            folder = Path(output_dir or self.args.output_dir)
-            record_base_policy(folder, self.config)
-            record_quantization(folder, Quantization.of(self.config))
+        record_checkpoint_kind(Path(output_dir or self.args.output_dir), self.config)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Load a checkpoint. TRL would ignore weights or optimizer state of another kind without an error.

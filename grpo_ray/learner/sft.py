@@ -36,7 +36,7 @@ from grpo_ray.data.demonstrations import demonstrated_text
 from grpo_ray.data.problem import Problem
 from grpo_ray.errors import DataError
 from grpo_ray.inference.without_trackers import TRACKERS, hidden
-from grpo_ray.learner.checkpoint_kind import check_checkpoint_kind
+from grpo_ray.learner.checkpoint_kind import check_checkpoint_kind, record_checkpoint_kind
 from grpo_ray.learner.collectives import Workers
 from grpo_ray.learner.hooks import LearnerHooks, ignore, no_hooks
 from grpo_ray.learner.resume import OptimizerSettings, ResumedSettings
@@ -44,9 +44,7 @@ from grpo_ray.learner.rollouts.heldout import HeldoutSolver
 from grpo_ray.learner.rollouts.sampler import WeightSync
 from grpo_ray.learner.sft_config import for_engine, sft_arguments
 from grpo_ray.learner.trl_config import trl_arguments
-from grpo_ray.models.adapter_folders import record_base_policy
 from grpo_ray.models.adapters import peft_config, train_in_float32
-from grpo_ray.models.quantized import Quantization, record_quantization
 from grpo_ray.models.tokenizer import load_tokenizer, tokenize_prompts
 from grpo_ray.storage.records.groups import GroupRecord
 from grpo_ray.telemetry.profiler import PhaseProfiler, in_phase
@@ -259,12 +257,9 @@ class SftLearner(SFTTrainer):
         super()._save_checkpoint(model, trial)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """Save the policy. An adapter's checkpoint records `model.path`, not the path of this worker's copy."""
+        """Save the policy, and the base of an adapter."""
         super()._save(output_dir, state_dict)
-        if self.config.model.adapter:
-            folder = Path(output_dir or self.args.output_dir)
-            record_base_policy(folder, self.config)
-            record_quantization(folder, Quantization.of(self.config))
+        record_checkpoint_kind(Path(output_dir or self.args.output_dir), self.config)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Load a checkpoint. Raises CheckpointError if it was written with another adapter or a sharded learner."""
