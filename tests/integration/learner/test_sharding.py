@@ -11,6 +11,7 @@ from sharded_learners import (
     files_of,
     join_checkpoint,
     load_and_compute,
+    read_after_a_forward_pass,
     train_adapters,
     train_sharded,
 )
@@ -60,6 +61,12 @@ def test_sharded_checkpoint_each_worker_writes_its_part(four_workers: tuple[list
     names = {path.name for path in files_of(folder, 4, 2)}
     assert not names & {"model.safetensors", "optimizer.pt", "optimizer.bin", "pytorch_model_fsdp.bin"}
     assert {"config.json", "tokenizer.json", "scheduler.pt", "rng_state_3.pth"} <= names
+
+
+def test_weights_read_between_a_forward_and_a_backward_pass_are_the_learners() -> None:
+    for found in run_workers(read_after_a_forward_pass, 2):
+        assert found["whole"] > 0  # what FSDP2 leaves whole, in bfloat16
+        assert found["sent"] == found["proven"] == 0.0
 
 
 def test_sharded_learner_resumed_by_as_many_workers_is_bit_equal(
