@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from peft import PeftModel
-from torch.distributed.fsdp import FSDPModule
 
 from grpo_ray.config.schema import DEFAULT_LOGPROB_TOLERANCE, Config
 from grpo_ray.inference.sampling import training_sampling
@@ -71,7 +70,6 @@ class LearnerEnd(VLLMGeneration):
         TRL's version merges an adapter into the learner's weights and unmerges it afterwards, which in 16 bits changes
         them slightly each time. This version only reads them.
         """
-        reshard(self.model)
         if self._requests_name_adapter:
             return frozen_weights(self._adapted)
         return merged_weights(self.model) if isinstance(self.model, PeftModel) else super()._iter_named_params()
@@ -82,7 +80,6 @@ class LearnerEnd(VLLMGeneration):
         They are the policy's weights, merged with its adapter; or the frozen weights and the adapter's matrices, if
         requests name it.
         """
-        reshard(self.model)
         named = request_weights(self._adapted) if self._requests_name_adapter else learner_weights(self.model)
         return ((self._fix_param_name_to_vllm(name), weight) for name, weight in named)
 
@@ -104,14 +101,3 @@ class LearnerEnd(VLLMGeneration):
         gap = measure_logprob_gap(learner_logps, engine_logps, mask, self.accelerator)
         require_synced(gap, self.logprob_tolerance, step)
         return gap
-
-
-def reshard(model: torch.nn.Module) -> None:
-    """Give a sharded model's parameters back their sharded form, which its readers expect; nothing for other models.
-
-    FSDP2 leaves the parameters of its outermost module whole, in the precision of the computation, from a forward pass
-    until the backward pass. With `rollout.max_staleness` above 0, a sync falls between both.
-    """
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()

@@ -79,6 +79,7 @@ from grpo_ray.learner.sharding import (
     load_policy,
     load_weights,
     policy_settings,
+    reshard,
     save_state,
     trained_weights,
 )
@@ -532,6 +533,7 @@ class Learner(GRPOTrainer):
         """
         with without_dropout(self.model), self._without_checkpointing():
             logps: torch.Tensor = self._forward(self.model, batch)[0]
+        reshard(self.model)
         return logps
 
     def reference_logps(self, batch: Batch) -> torch.Tensor | None:
@@ -548,7 +550,8 @@ class Learner(GRPOTrainer):
             adapted = self.accelerator.unwrap_model(self.model)
             with use_adapter(adapted, adapter_name="ref" if "ref" in adapted.peft_config else None):
                 logps = self._forward(self.model, batch)[0]
-                return logps
+            reshard(self.model)
+            return logps
 
     def _without_checkpointing(self) -> Any:
         """Return a context without gradient checkpointing, which would warn in a pass without gradient."""

@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from grpo_ray.errors import ConfigError
@@ -94,6 +95,18 @@ def load_everywhere() -> None:
     a node get zeros, also for a reference model.
     """
     disable_fsdp_ram_efficient_loading()
+
+
+def reshard(model: torch.nn.Module) -> None:
+    """Give a sharded model's parameters back their sharded form after a pass without gradient.
+
+    FSDP2 leaves the parameters of its outermost module whole until the next backward pass, and in the precision of the
+    computation. Meanwhile the norm of the gradients, the optimizer's state in a checkpoint and a weight sync, which
+    read the model's parameters, would miss them. Does nothing for other models.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 # Checkpoints

@@ -5,7 +5,6 @@ import shutil
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 STEPS = {
@@ -141,12 +140,10 @@ def compare_wide_lora(rank: int) -> float:
     return worst
 
 
-def read_after_a_forward_pass(rank: int) -> dict[str, Any]:
-    """Take a forward pass of a sharded policy that computes in bfloat16, without a backward pass, and read its weights.
+def count_whole_parameters(rank: int) -> tuple[int, int]:
+    """Return the number of parameters of a sharded policy that are whole after a pass without gradient, and resharded.
 
-    Returns:
-        The number of parameters that the pass leaves whole, and the largest difference of the weights that are sent
-        from those before the pass, and of the weights that the proof reads.
+    The policy computes in bfloat16.
     """
     import torch
     from torch.distributed.device_mesh import init_device_mesh
@@ -154,42 +151,26 @@ def read_after_a_forward_pass(rank: int) -> dict[str, Any]:
     from torch.distributed.tensor import DTensor
     from transformers import AutoModelForCausalLM, Qwen2Config
 
-    from grpo_ray.config.loader import load_config
-    from grpo_ray.inference.learner_end import LearnerEnd
+    from grpo_ray.learner.sharding import reshard
 
     torch.distributed.init_process_group("gloo")
-    torch.manual_seed(0)
     config = Qwen2Config(
         hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
         vocab_size=64,
     )  # fmt: skip
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
     mesh = init_device_mesh("cpu", (int(os.environ["WORLD_SIZE"]),))
-    precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     for module in (*model.model.layers, model):
-        fully_shard(module, mesh=mesh, mp_policy=precision)
+        fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+
+    def whole() -> int:
+        return sum(not isinstance(parameter, DTensor) for parameter in model.parameters())
+
     with torch.no_grad():
         model(torch.arange(8)[None])
-    whole = sum(not isinstance(parameter, DTensor) for parameter in model.parameters())
-
-    class End(LearnerEnd):
-        """A learner's end without an engine: what reads the weights."""
-
-        def __init__(self) -> None:
-            self.model, self.config = model, load_config()
-            self.accelerator = SimpleNamespace(device=torch.device("cpu"))
-            self._dist = SimpleNamespace(is_fsdp=True, fsdp_version=2)
-
-    def difference(weights: Iterator[tuple[str, torch.Tensor]]) -> float:
-        found = {name: each.full_tensor() if isinstance(each, DTensor) else each for name, each in weights}
-        assert found.keys() == before.keys()
-        return max(float((weight.float() - before[name]).abs().max()) for name, weight in found.items())
-
-    sent = difference(End()._iter_named_params())
-    with torch.no_grad():
-        model(torch.arange(8)[None])
-    return {"whole": whole, "sent": sent, "proven": difference(End().weights_to_prove())}
+    after_the_pass = whole()
+    reshard(model)
+    return after_the_pass, whole()
 
 
 def held_gradients(model: Any) -> tuple[set[str], float]:

@@ -29,27 +29,28 @@ LIGHT = (
 )
 """Modules that import none of HEAVY. One process imports them in turn: the first that loads one is reported."""
 
+TRACKERS = ("wandb", "mlflow", "trackio")
+
 ROWS = {
-    "light modules": (LIGHT, HEAVY),
-    "config": (["grpo_ray.config.loader"], [*HEAVY, "numpy"]),
-    "driver": (["grpo_ray.learner.trl_config", "grpo_ray.driver.run"], ["vllm", "wandb", "mlflow", "trackio"]),
-    "train worker": (
-        ["grpo_ray.training.worker", "grpo_ray.learner.learner", "grpo_ray.evaluation.evaluate"],
-        ["wandb", "mlflow", "trackio"],
-    ),
-    "report and live page": (["grpo_ray.pages.report", "grpo_ray.pages.watch"], HEAVY),
-    "commands other than watch": (["grpo_ray.cli", "grpo_ray.pages.report"], ["starlette", "uvicorn"]),
-    "rewards": (["grpo_ray.rewards.registry"], [*HEAVY, "sympy", "math_verify", "latex2sympy2_extended", "mpmath"]),
+    "light modules": [(LIGHT, HEAVY)],
+    "config": [(["grpo_ray.config.loader"], [*HEAVY, "numpy"])],
+    "driver, then train worker": [
+        (["grpo_ray.learner.trl_config", "grpo_ray.driver.run"], ["vllm", *TRACKERS]),
+        (["grpo_ray.training.worker", "grpo_ray.learner.learner", "grpo_ray.evaluation.evaluate"], TRACKERS),
+    ],
+    "report and live page": [(["grpo_ray.pages.report", "grpo_ray.pages.watch"], HEAVY)],
+    "commands other than watch": [(["grpo_ray.cli", "grpo_ray.pages.report"], ["starlette", "uvicorn"])],
+    "rewards": [(["grpo_ray.rewards.registry"], [*HEAVY, "sympy", "math_verify", "latex2sympy2_extended", "mpmath"])],
 }
-"""Name -> modules imported in this order, and the libraries that none of them may import."""
+"""Name -> parts of a process: modules imported in this order, and the libraries that are not imported after them."""
 
 CODE = """
 import importlib, json, sys
-modules, libraries = json.loads(sys.argv[1])
-for module in modules:
-    importlib.import_module(module)
-    loaded = [library for library in libraries if library in sys.modules]
-    assert not loaded, f"{module} imports {loaded}"
+for modules, libraries in json.loads(sys.argv[1]):
+    for module in modules:
+        importlib.import_module(module)
+        loaded = [library for library in libraries if library in sys.modules]
+        assert not loaded, f"{module} imports {loaded}"
 """
 
 

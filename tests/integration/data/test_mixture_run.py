@@ -133,6 +133,7 @@ def test_resumed_run_takes_other_weights_and_sources(words: Path, small_run: Cal
     assert Path(summary.latest_checkpoint, "ledger-games.npz").exists()
 
 
+@pytest.mark.slow
 def test_audit_reports_each_source(cluster: None, words: Path, policy: Path) -> None:
     report = audit(load_config(None, [f"model.path={policy}", mixture(words), REWARDS, *HELDOUT]))
     assert {name: each.problems for name, each in report.sources.items()} == {"sums": 10, "words": 3}

@@ -27,6 +27,7 @@ def config_of(cluster: None, policy: Path, tmp_path: Path) -> Callable[..., Conf
     return lambda *overrides: load_config(None, [*small_settings("run", tmp_path, policy), *overrides])
 
 
+@pytest.mark.slow
 def test_attack_is_paid_for_length(
     config_of: Callable[..., Config], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -191,6 +191,7 @@ def test_export_pickled_weights_are_not_read(runs: Path, tmp_path: Path) -> None
         write_policy(str(checkpoint), None, tmp_path / "plain", None)
 
 
+@pytest.mark.slow
 def test_export_s3_adapter_of_embedded_policy_is_merged(
     runs: Path,
     exported: dict[str, Path],

@@ -30,7 +30,7 @@ REQUEST_TOLERANCE = {"float32": 2e-6, "bfloat16": 0.01}
     ("dtype", "method", "names"),
     [
         ("bfloat16", None, QUICK),
-        ("bfloat16", "nf4", ("LORA", "norms")),
+        pytest.param("bfloat16", "nf4", ("LORA", "norms"), marks=pytest.mark.slow),
         pytest.param("bfloat16", None, ALL, marks=pytest.mark.slow, id="bfloat16-all"),
         pytest.param("float32", None, ALL, marks=pytest.mark.slow, id="float32-all"),
         pytest.param("bfloat16", "nf4", IN_FOUR_BITS, marks=pytest.mark.slow, id="bfloat16-nf4-all"),

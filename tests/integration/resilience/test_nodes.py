@@ -137,6 +137,7 @@ def train(overrides: list[str], output: str) -> None:
         Path(output).write_text(str(error))
 
 
+@pytest.mark.slow
 def test_check_nodes_other_versions_stop_run_before_workers(tmp_path: Path) -> None:
     other = tmp_path / "other"
     (other / "math_verify-0.0.1.dist-info").mkdir(parents=True)

@@ -56,6 +56,7 @@ def test_killed_run_of_a_moody_judge_ends_with_the_same_bits(small_run: Callable
     assert means[0] == means[1] and len(set(means[0])) > 1
 
 
+@pytest.mark.slow
 def test_run_with_a_judge_that_is_down_goes_on_and_counts(small_run: Callable[..., Any]) -> None:
     with judge_server(lambda user, number: 500) as server:
         options = ("rewards.functions=[judge, correctness]", settings(server, attempts=1), *STEPS)

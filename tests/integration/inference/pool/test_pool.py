@@ -205,6 +205,7 @@ def test_pool_ends_the_run_if_no_engine_can_be_started(notes: Any, tmp_path: Pat
         Client(pool, "a")
 
 
+@pytest.mark.slow
 def test_pool_goes_on_without_an_engine_that_cannot_be_started(notes: Any, tmp_path: Path) -> None:
     (tmp_path / "cannot-start-1").touch()
 

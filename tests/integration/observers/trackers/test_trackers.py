@@ -112,9 +112,8 @@ class Driver:
         time.sleep(1.1)  # W&B names an offline run's folder after the second
 
 
-@pytest.mark.parametrize(
-    "change", [pytest.param(0.0, marks=pytest.mark.slow, id="equal"), pytest.param(1.0, id="different")]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("change", [pytest.param(0.0, id="equal"), pytest.param(1.0, id="different")])
 def test_trackers_run_killed_twice_is_one_continuous_run(folder: RunFolder, tmp_path: Path, change: float) -> None:
     """Workers fail within a driver, and the driver ends twice; steps are taken again with equal or other values."""
     first = Driver(folder)
