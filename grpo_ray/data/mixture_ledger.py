@@ -13,7 +13,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from grpo_ray.data.ledger import FILE_NAME, DatasetFingerprint, IdArray, Ledger
+from grpo_ray.data.ledger import FILE_NAME, DatasetFingerprint, IdArray, Ledger, uint64_to_ids
 from grpo_ray.data.mixture import Draws
 from grpo_ray.errors import CheckpointError
 
@@ -97,17 +97,28 @@ class MixtureLedger:
         self.ledgers[source].mark(epoch, ids)
         self.draws = with_drawn(self.draws, [source] * len(ids))
 
-    def set_open(self, drawn: Iterable[tuple[str, int, str]]) -> None:
-        """Record the problems that are drawn for later steps, as source, epoch and id; they replace all earlier ones.
+    def add_open(self, drawn: Iterable[tuple[str, int, str]]) -> None:
+        """Record the problems that are drawn for later steps, as source, epoch and id.
+
+        Problems of an earlier attempt stay open until they are used: a run that continues with a smaller
+        `rollout.max_staleness` draws them later, and by the same curriculum.
 
         Raises:
             LedgerError: as in `Ledger.set_open`.
         """
-        open_ids: dict[str, dict[int, list[str]]] = {name: {} for name in self.ledgers}
+        open_ids = {
+            name: {epoch: uint64_to_ids(ledger.open(epoch)) for epoch in ledger.open_epochs}
+            for name, ledger in self.ledgers.items()
+        }
         for source, epoch, problem in drawn:
             open_ids[source].setdefault(epoch, []).append(problem)
         for name, ledger in self.ledgers.items():
             ledger.set_open(open_ids[name])
+
+    def clear_open(self) -> None:
+        """Forget which problems are drawn for later steps."""
+        for ledger in self.ledgers.values():
+            ledger.set_open({})
 
 
 def ledger_files(names: Iterable[str]) -> dict[str, str]:

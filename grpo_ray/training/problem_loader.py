@@ -131,7 +131,7 @@ class ProblemLoader:
         is_ahead = self.config.rollout.max_staleness > 0
         drawn = [each for drawn in all_gather_object(list(self._drawn)) for each in drawn] if is_ahead else []
         if is_rank_zero():
-            self.ledger.set_open(drawn)
+            self.ledger.add_open(drawn)
             self.ledger.save(checkpoint)
         folder = self.folder
 

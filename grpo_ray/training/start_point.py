@@ -128,7 +128,7 @@ def load_ledger(
     """
     ledger = MixtureLedger.load(checkpoint, shares)
     if is_of_other_run:
-        ledger.set_open(())
+        ledger.clear_open()
     ledger.set_datasets(training_ids, fingerprints)
     return ledger
 

@@ -62,6 +62,18 @@ def test_problem_loader_settle_records_drawn_problems_as_open(tmp_path: Path) ->
     assert (uint64_to_ids(saved.used(0)), uint64_to_ids(saved.open(0))) == (drawn[:1], drawn[1:])
 
 
+def test_problem_loader_settle_keeps_open_problems_of_an_attempt_with_more_staleness(tmp_path: Path) -> None:
+    """Otherwise their epoch, which begins later, would get another curriculum than the one they were drawn by."""
+    ids = [f"{number:016x}" for number in range(3)]
+    ledger = ledger_of(ids)
+    ledger.set_open({0: ids[:1], 1: ids[1:2]})
+    loader, _ = make_loader(RunFolder(str(tmp_path), "run"), ledger, "grpo.prompts_per_step=1")
+    loader.record([group(ids[0], epoch=0)])
+    loader.settle(tmp_path)
+    saved = Ledger.load(tmp_path)
+    assert [uint64_to_ids(saved.open(epoch)) for epoch in (0, 1)] == [[], ids[1:2]]
+
+
 def test_problem_loader_curriculum_of_open_problems_is_kept(tmp_path: Path) -> None:
     solved, first, second = (f"{number:016x}" for number in (1, 2, 3))
     folder = RunFolder(str(tmp_path), "run")
