@@ -167,7 +167,8 @@ TESTS: dict[str, TestFiles] = {
     "config/recorded.py": TestFiles(unit=("test_hostile_run_folder.py",)),
     "data/mixture.py": TestFiles(unit=("data/test_mixture.py",), integration=("data/test_mixture_run.py",)),
     "data/mixture_ledger.py": TestFiles(
-        unit=("data/test_mixture_ledger.py",), integration=("data/test_mixture_run.py",)
+        unit=("data/test_mixture_ledger.py", "training/test_problem_loader.py"),
+        integration=("data/test_mixture_run.py",),
     ),
     "data/problem.py": TestFiles(unit=("data/test_problem.py",)),
     "data/split.py": TestFiles(
@@ -243,6 +244,7 @@ TESTS: dict[str, TestFiles] = {
     "learner/attention.py": TestFiles(
         unit=("learner/test_attention.py",), integration=("learner/test_token_budget.py",)
     ),
+    "learner/sharding.py": TestFiles(integration=("learner/test_sharding.py",)),
     "learner/advantages.py": TestFiles(
         unit=("learner/test_advantages.py", "learner/rollouts/test_dynamic_sampling.py"),
         integration=("learner/test_exact_savings.py",),
@@ -1210,6 +1212,18 @@ FAULTS = (
         "inference/pool/pool.py",
         "if key not in each.delivered:",
         "if key:",
+    ),
+    Fault(
+        "open-problems-forgotten-with-less-staleness",
+        "data/mixture_ledger.py",
+        "{epoch: uint64_to_ids(ledger.open(epoch)) for epoch in ledger.open_epochs}",
+        "{}",
+    ),
+    Fault(
+        "sharded-parameters-left-whole",
+        "learner/sharding.py",
+        "            module.reshard()\n",
+        "            pass\n",
     ),
     Fault(
         "shard-of-a-lost-engine-forgotten",

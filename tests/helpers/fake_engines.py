@@ -98,7 +98,9 @@ class Client:
 
     def collect(self, number: int, rank: int, count: int) -> list[list[int]]:
         found: dict[int, list[int]] = {}
+        deadline = time.monotonic() + 200
         while len(found) < count:
+            assert time.monotonic() < deadline, f"{len(found)} of {count} completions arrived"
             finished, _ = self.call("results", number, rank)
             for index, completion in finished:
                 assert index not in found
