@@ -471,15 +471,16 @@ def test_mutants_counts_those_that_are_caught(tmp_path: Path) -> None:
 # On a GPU, in tiny sizes on the CPU
 
 
-def test_bench_gpu_dry_run_measures_the_learner(tmp_path: Path) -> None:
-    text = run("bench_gpu.py", "--dry", "--folder", tmp_path, "--parts", "learner")
+def test_bench_gpu_dry_run_measures_our_run_and_learner(tmp_path: Path) -> None:
+    text = run("bench_gpu.py", "--dry", "--folder", tmp_path, "--parts", "ours", "learner")
     outcomes = [json.loads(line) for line in (tmp_path / "outcomes.jsonl").read_text().splitlines()]
-    assert [outcome["status"] for outcome in outcomes] == ["passed"] * 2  # the model, and the learner
+    assert [outcome["status"] for outcome in outcomes] == ["passed"] * 3  # the model, and what is measured
     rows = cells(text, "tiny, 56 of up to tiny tokens")
     assert [row[1] for row in rows[:3]] == ["all", "half", "14 %"]
     for row in rows[:3]:
-        assert row[9] != "-" and set(row[2:9]) == {"-"}  # our runs, TRL, the ratio to it, and the engine alone
-    assert [row[1] for row in rows[3:]] == ["learner alone"]
+        ours, others, learner = row[2:5], row[5:9], row[9]  # the others are TRL, the ratio to it, and the engine alone
+        assert "-" not in (*ours, learner) and others == ["-"] * 4
+    assert [row[1] for row in rows[3:]] == ["grpo_ray", "learner alone"]
 
 
 @pytest.mark.slow

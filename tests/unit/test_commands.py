@@ -39,7 +39,7 @@ RUN_BY: Mapping[str, str] = {
     "python tests/benchmarks/bench_engine.py": f"{BENCHMARKS}::test_bench_engine_measures_every_variant",
     "python tests/benchmarks/bench_failure.py": f"{BENCHMARKS}::test_bench_failure_measures_each_phase_of_a_restart",
     "python tests/benchmarks/bench_floor.py": f"{BENCHMARKS}::test_bench_floor_measures_our_step_and_its_floor",
-    "python tests/benchmarks/bench_gpu.py": f"{BENCHMARKS}::test_bench_gpu_dry_run_measures_the_learner",
+    "python tests/benchmarks/bench_gpu.py": f"{BENCHMARKS}::test_bench_gpu_dry_run_measures_our_run_and_learner",
     "python tests/benchmarks/bench_health.py": f"{BENCHMARKS}::test_bench_health_names_the_warning_of_a_wrong_run",
     "python tests/benchmarks/bench_long_run.py": f"{BENCHMARKS}::test_bench_long_run_measures_memory_and_the_page",
     "python tests/benchmarks/bench_micro_batches.py": f"{BENCHMARKS}::test_bench_micro_batches_plans_every_variant",
