@@ -533,7 +533,6 @@ class Learner(GRPOTrainer):
         """
         with without_dropout(self.model), self._without_checkpointing():
             logps: torch.Tensor = self._forward(self.model, batch)[0]
-        reshard(self.model)
         return logps
 
     def reference_logps(self, batch: Batch) -> torch.Tensor | None:
@@ -550,8 +549,7 @@ class Learner(GRPOTrainer):
             adapted = self.accelerator.unwrap_model(self.model)
             with use_adapter(adapted, adapter_name="ref" if "ref" in adapted.peft_config else None):
                 logps = self._forward(self.model, batch)[0]
-            reshard(self.model)
-            return logps
+                return logps
 
     def _without_checkpointing(self) -> Any:
         """Return a context without gradient checkpointing, which would warn in a pass without gradient."""
@@ -741,7 +739,7 @@ class Learner(GRPOTrainer):
     @torch.no_grad()
     def _forward(self, model: Any, batch: Batch, **options: Any) -> tuple[Any, ...]:
         """Compute log-probabilities and entropies of a batch's completions, (B, T) in nats; collective."""
-        return self._get_per_token_logps_and_entropies(
+        scores: tuple[Any, ...] = self._get_per_token_logps_and_entropies(
             model,
             torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1),
             torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1),
@@ -749,6 +747,8 @@ class Learner(GRPOTrainer):
             batch_size=self.args.per_device_train_batch_size,
             **options,
         )
+        reshard(model)
+        return scores
 
     def prove_batch(self, logps: torch.Tensor, batch: Batch) -> None:
         """Check the sync with the learner's log-probabilities of a whole batch, (B, T) in nats; collective."""

@@ -28,6 +28,7 @@ def train_sharded(
         The whole weights at the end (on rank 0), for each micro-batch the shares of the gradients that this worker held
         after it with the kinds of their tensors, and the number of modules of the reference that are gathered alone.
     """
+    import torch
     from problem_stream import STREAM, StreamLearner, train_on_stream
     from stock_trl import GROUP, exact_llama
     from torch.distributed.fsdp import FSDPModule
@@ -44,6 +45,10 @@ def train_sharded(
         def training_step(self, *args: Any, **kwargs: Any) -> Any:
             loss = super().training_step(*args, **kwargs)
             held.append(held_gradients(self.model))
+            # As the proof of a round does with `rollout.max_staleness`: a pass without gradient before the optimizer.
+            tokens = torch.tensor([[2, 3, 4]])
+            row = {"ids": tokens, "mask": torch.ones_like(tokens)}
+            self.logps({f"{part}_{name}": each for part in ("prompt", "completion") for name, each in row.items()})
             return loss
 
     first = 4 * int(resume.rpartition("-")[2]) if resume else 0
@@ -138,39 +143,6 @@ def compare_wide_lora(rank: int) -> float:
         worst = max(worst, float((whole - sent.pop(name)).abs().max()))
     assert not sent
     return worst
-
-
-def count_whole_parameters(rank: int) -> tuple[int, int]:
-    """Return the number of parameters of a sharded policy that are whole after a pass without gradient, and resharded.
-
-    The policy computes in bfloat16.
-    """
-    import torch
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-    from torch.distributed.tensor import DTensor
-    from transformers import AutoModelForCausalLM, Qwen2Config
-
-    from grpo_ray.learner.sharding import reshard
-
-    torch.distributed.init_process_group("gloo")
-    config = Qwen2Config(
-        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        vocab_size=64,
-    )  # fmt: skip
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    mesh = init_device_mesh("cpu", (int(os.environ["WORLD_SIZE"]),))
-    for module in (*model.model.layers, model):
-        fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
-
-    def whole() -> int:
-        return sum(not isinstance(parameter, DTensor) for parameter in model.parameters())
-
-    with torch.no_grad():
-        model(torch.arange(8)[None])
-    after_the_pass = whole()
-    reshard(model)
-    return after_the_pass, whole()
 
 
 def held_gradients(model: Any) -> tuple[set[str], float]:

@@ -2,11 +2,9 @@
 
 import json
 import os
-import runpy
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -35,24 +33,11 @@ def output_of(*arguments: str, **environment: str) -> str:
 
 
 @pytest.fixture
-def run_job(cluster: None, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Return a function that runs a script of `jobs/` in this process, as a part of the tests' Ray job.
+def address(cluster: None) -> str:
+    """Address of the tests' cluster."""
+    import ray
 
-    Its workers are forked from warm servers; those of another job import all libraries, which took a minute.
-    `test_jobs.py` submits a job.
-    """
-
-    def run(script: str, *arguments: str) -> str:
-        path = str(ROOT / "jobs" / script)
-        monkeypatch.setattr(sys, "argv", [path, *arguments])
-        capfd.readouterr()
-        with pytest.raises(SystemExit) as end:
-            runpy.run_path(path, run_name="__main__")
-        text = capfd.readouterr().out
-        assert end.value.code == 0, text
-        return text
-
-    return run
+    return str(ray.get_runtime_context().gcs_address)
 
 
 @pytest.mark.main_path
@@ -75,22 +60,21 @@ def test_check_of_a_sound_config_passes(
 
 
 @pytest.mark.main_path
-def test_train_job_takes_its_steps(run_job: Callable[..., str], policy: Path, tmp_path: Path) -> None:
-    config = [str(ROOT / "jobs/configs/arithmetic.yaml"), *small_settings("job", tmp_path, policy)]
+def test_train_job_takes_its_steps(address: str, policy: Path, tmp_path: Path) -> None:
+    config = ["jobs/configs/arithmetic.yaml", *small_settings("job", tmp_path, policy)]
     # The number of threads with which the tests' cluster has its libraries imported.
-    text = run_job("train.py", *config, "cluster.num_workers=1", "cluster.threads_per_worker=1")
+    one = ["cluster.num_workers=1", "cluster.threads_per_worker=1"]
+    text = output_of("jobs/train.py", *config, *one, RAY_ADDRESS=address)
     assert "step 4/4" in text
     summary = json.loads((tmp_path / "job" / "summary.json").read_text())
     assert summary["steps"] == 4 and summary["heldout_after"] is not None
 
 
 @pytest.mark.main_path
-def test_evaluate_job_measures_a_checkpoint(
-    run_job: Callable[..., str], reference_run: FinishedRun, tmp_path: Path
-) -> None:
+def test_evaluate_job_measures_a_checkpoint(address: str, reference_run: FinishedRun, tmp_path: Path) -> None:
     written = tmp_path / "evaluation.json"
     checkpoint = str(reference_run.summary.best_checkpoint)
-    run_job("evaluate.py", checkpoint, "--json", str(written), "data.heldout_limit=4")
+    output_of("jobs/evaluate.py", checkpoint, "--json", str(written), "data.heldout_limit=4", RAY_ADDRESS=address)
     evaluation = json.loads(written.read_text())
     assert evaluation["problems"] == 4 and 0 <= evaluation["pass_at_1"]["value"] <= 1
 

@@ -42,7 +42,7 @@ ROWS = {
     "commands other than watch": [(["grpo_ray.cli", "grpo_ray.pages.report"], ["starlette", "uvicorn"])],
     "rewards": [(["grpo_ray.rewards.registry"], [*HEAVY, "sympy", "math_verify", "latex2sympy2_extended", "mpmath"])],
 }
-"""Name -> parts of a process: modules imported in this order, and the libraries that are not imported after them."""
+"""Name -> parts of one process, in order: modules that are imported, and libraries that none of them may import."""
 
 CODE = """
 import importlib, json, sys
