@@ -19,6 +19,8 @@ POISON = 666
 """First token of a prompt that kills the engine."""
 SLOW = 999
 """First token of a prompt that takes until a file is there."""
+LIMIT = 150.0
+"""Seconds that a client waits for the pool: a pool that has lost work would keep it waiting for ever."""
 
 
 class FakeProcess(EngineProcess):
@@ -76,7 +78,7 @@ class Client:
         self.call("begin", workers, None)
 
     def call(self, method: str, *arguments: Any) -> Any:
-        return ray.get(getattr(self.pool, method).remote(self.token, *arguments), timeout=300)
+        return ray.get(getattr(self.pool, method).remote(self.token, *arguments), timeout=LIMIT)
 
     def load(self, weight: int) -> None:
         assert self.call("load", [ray.put(weight)], []) == {"weight": "float32"}
@@ -98,7 +100,7 @@ class Client:
 
     def collect(self, number: int, rank: int, count: int) -> list[list[int]]:
         found: dict[int, list[int]] = {}
-        deadline = time.monotonic() + 200
+        deadline = time.monotonic() + LIMIT
         while len(found) < count:
             assert time.monotonic() < deadline, f"{len(found)} of {count} completions arrived"
             finished, _ = self.call("results", number, rank)
