@@ -167,7 +167,8 @@ def test_pool_repeats_the_shard_of_a_killed_engine(two_engines: Any, folder: Pat
     # The first completion was delivered by the killed engine; the client would notice a second delivery.
     assert client.collect(number, 0, 3) == [[0, 4, 1], [1, 4, 1], [2, 4, 1]]
     lost = f"engine {engine['number']} was lost and is started again"
-    assert any(lost in note for note in ray.get(notes.read.remote()))
+    # The pool does not wait until its note has arrived.
+    wait_for(lambda: any(lost in note for note in ray.get(notes.read.remote())), "the note of the loss", LIMIT)
     wait_for_engines(two_engines, 2)
     assert client.prove(4) == 2  # the new engine has received the weights
 
