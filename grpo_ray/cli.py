@@ -5,6 +5,7 @@ inside the commands, after the config was read, so that mistakes in it are repor
 """
 
 import argparse
+import importlib
 import json
 import os
 import select
@@ -347,13 +348,21 @@ def run_train(arguments: argparse.Namespace) -> int:
     if has_stages(arguments.config):
         return run_stages(arguments)
     config = check_rewards(loader.load_config(arguments.config, arguments.overrides))
-    print("loading libraries", flush=True)
+    load_libraries(config)
     from grpo_ray.driver.run import train
     from grpo_ray.driver.tables import print_summary
 
     summary = train(config)
     print_summary(summary)
     return exit_status(summary, config.run.stop_on)
+
+
+def load_libraries(config: Config) -> None:
+    """Import the libraries of a run, and meanwhile start its cluster, if it has none. Raises ConfigError."""
+    print("loading libraries", flush=True)
+    from grpo_ray.driver.cluster.connection import start_cluster_while
+
+    start_cluster_while(config, partial(importlib.import_module, "grpo_ray.driver.run"))
 
 
 def exit_status(summary: "RunSummary", stop_on: Sequence[str]) -> int:

@@ -1,9 +1,13 @@
 """Descriptions of config fields, read from the schema: for error messages, --help and docs/configuration.md."""
 
+import ast
 import dataclasses
 import difflib
 import functools
+import inspect
+import itertools
 import json
+import textwrap
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -70,17 +74,35 @@ def field_descriptions(cls: type) -> Mapping[str, FieldDescription]:
     """
     described: dict[str, FieldDescription] = {}
     schema = type_adapter(cls).json_schema()["properties"]
+    documented = attribute_docstrings(cls)
     for field in dataclasses.fields(cls):
         section = _dataclass_of(typing.get_type_hints(cls)[field.name])
         described[field.name] = FieldDescription(
             default=field.default if field.default_factory is dataclasses.MISSING else field.default_factory(),
             values=values_text(schema[field.name]),
-            meaning=" ".join(schema[field.name].get("description", "").split()),
+            meaning=documented.get(field.name, ""),
             is_section=section is not None,
         )
         for path, nested in field_descriptions(section).items() if section else ():
             described[f"{field.name}.{path}"] = nested
     return MappingProxyType(described)
+
+
+def attribute_docstrings(cls: type) -> dict[str, str]:
+    """Return the docstring of each documented field of a dataclass, on one line.
+
+    pydantic can read them too (`use_attribute_docstrings`), but does so whenever it builds a validator, which then
+    takes four times as long, in every process of a run.
+    """
+    documented: dict[str, str] = {}
+    for base in reversed([each for each in cls.__mro__ if dataclasses.is_dataclass(each)]):
+        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
+        assert isinstance(definition, ast.ClassDef)
+        for field, text in itertools.pairwise(definition.body):
+            match field, text:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(docstring))):
+                    documented[name] = " ".join(docstring.split())
+    return documented
 
 
 def _dataclass_of(hint: Any) -> type | None:

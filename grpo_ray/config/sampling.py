@@ -29,7 +29,7 @@ class StructuredOutputs:
     """Required form of all completions, one of the first four fields; engine and learner exclude all other tokens."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(
-        extra="forbid", revalidate_instances="always", use_attribute_docstrings=True, allow_inf_nan=False
+        extra="forbid", revalidate_instances="always", allow_inf_nan=False
     )
 
     regex: Annotated[str, Field(min_length=1)] | None = None
@@ -59,7 +59,7 @@ class SamplingOptions:
     """Options that completions are sampled with, under the names of `vllm.SamplingParams`."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(
-        strict=True, revalidate_instances="always", use_attribute_docstrings=True, allow_inf_nan=False
+        strict=True, revalidate_instances="always", allow_inf_nan=False
     )
 
     temperature: Annotated[float, Field(ge=MIN_TEMPERATURE)] = 1.0

@@ -27,7 +27,7 @@ from grpo_ray.config.vllm_fields import check_vllm_fields
 from grpo_ray.errors import ConfigError
 from grpo_ray.text.redaction import known_secrets, redact_settings, remember_secrets
 
-STRICT = ConfigDict(extra="forbid", use_attribute_docstrings=True, revalidate_instances="always", allow_inf_nan=False)
+STRICT = ConfigDict(extra="forbid", revalidate_instances="always", allow_inf_nan=False)
 
 PositiveInt = Annotated[int, Field(ge=1)]
 NonNegativeInt = Annotated[int, Field(ge=0)]

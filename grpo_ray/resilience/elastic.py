@@ -18,20 +18,18 @@ import ray.train
 from ray.train import CheckpointConsistencyMode
 
 from grpo_ray.config.schema import Config
-from grpo_ray.resilience.ray_internals import (
+from grpo_ray.resilience.ray_internals import Resources, exclude_nodes, free_resources
+from grpo_ray.resilience.ray_train_internals import (
     ControlledTrainer,
     ElasticPolicy,
     NoopDecision,
     ReschedulingState,
     ResizeDecision,
-    Resources,
     ScalingDecision,
     WorkerGroupPollStatus,
     WorkerGroupState,
     WorkerStatus,
     draining_nodes,
-    exclude_nodes,
-    free_resources,
     resources_per_worker,
 )
 

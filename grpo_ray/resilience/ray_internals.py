@@ -1,7 +1,8 @@
-"""Private APIs of Ray that grpo_ray uses, each with the reason why no public one is enough.
+"""Private APIs of Ray's core that grpo_ray uses, each with the reason why no public one is enough.
 
-All other modules import them from here. `tests/unit/resilience/test_ray_internals.py` fails if Ray moves one of them,
-changes its signature, or changes the source of a function that we extend or depend on.
+All other modules import them from here, and those of Ray Train from `ray_train_internals.py`, which takes seconds to
+import. `tests/unit/resilience/test_ray_internals.py` fails if Ray moves one of them, changes its signature, or changes
+the source of a function that we extend or depend on.
 """
 
 import socket
@@ -13,39 +14,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import ray.train
+import ray
 from ray._common.utils import get_ray_address_file
-from ray._private import services, worker
+from ray._private import parameter, services, worker
 from ray._private.state import available_resources_per_node, state
 from ray._private.utils import detect_fate_sharing_support
 from ray._raylet import RAY_NODE_ID_KEY, GcsClient  # type: ignore[attr-defined]
 from ray.core.generated.autoscaler_pb2 import GetClusterStatusReply
 from ray.core.generated.gcs_pb2 import PlacementGroupTableData
-from ray.train.torch import TorchTrainer
-from ray.train.v2._internal.execution.controller.state import ReschedulingState
-from ray.train.v2._internal.execution.preemption import _get_draining_nodes
-from ray.train.v2._internal.execution.scaling_policy import (
-    ElasticScalingPolicy,
-    NoopDecision,
-    ResizeDecision,
-    ScalingDecision,
-)
-from ray.train.v2._internal.execution.worker_group import WorkerGroupPollStatus, WorkerGroupState, WorkerStatus
 from ray.util.placement_group import PlacementGroup
 
 __all__ = [
-    "ControlledTrainer",
-    "ElasticPolicy",
-    "NoopDecision",
     "RecordedCluster",
-    "ReschedulingState",
-    "ResizeDecision",
     "Resources",
-    "ScalingDecision",
-    "WorkerGroupPollStatus",
-    "WorkerGroupState",
-    "WorkerStatus",
-    "draining_nodes",
     "ended_cluster_process",
     "exclude_nodes",
     "free_resources",
@@ -55,11 +36,15 @@ __all__ = [
     "own_session",
     "raylet_executable",
     "recorded_cluster",
-    "resources_per_worker",
+    "without_monitors",
+    "without_prestarted_workers",
 ]
 
 Resources = Mapping[str, float]
 """Name of a resource ("CPU", "GPU") -> amount."""
+
+PRESTARTED = "--num_prestart_python_workers="
+"""Argument of the raylet's program."""
 
 PROBE_SECONDS = 2.0
 """Time limit of a connection to the head of a recorded cluster."""
@@ -104,14 +89,6 @@ def recorded_cluster() -> RecordedCluster | None:
     return RecordedCluster(address, file) if address else None
 
 
-def draining_nodes() -> set[str]:
-    """Return the ids of the nodes that are draining: announced to be removed.
-
-    `ray.train.get_preemption_info` works on workers only, and for their own nodes only.
-    """
-    return set(_get_draining_nodes() or {})
-
-
 def free_resources() -> dict[str, Resources]:
     """Return the resources of each node (id) that no task, actor or placement group holds.
 
@@ -123,11 +100,6 @@ def free_resources() -> dict[str, Resources]:
 def exclude_nodes(node_ids: list[str]) -> dict[str, str]:
     """Return the label selector of workers that must not run on these nodes. Ray has no public name for the label."""
     return {RAY_NODE_ID_KEY: f"!in({','.join(node_ids)})"}
-
-
-def resources_per_worker(scaling_config: ray.train.ScalingConfig) -> dict[str, float]:
-    """Return the resources of one worker with Ray Train's defaults filled in; the public field may be None."""
-    return dict(scaling_config._resources_per_worker_not_none)
 
 
 def orphaned_placement_groups() -> list[PlacementGroup]:
@@ -205,6 +177,40 @@ def longer_start(seconds: float) -> Iterator[None]:
         services.get_node = original
 
 
+@contextmanager
+def without_prestarted_workers() -> Iterator[None]:
+    """Start a cluster whose raylet starts workers only when they are needed.
+
+    By default it starts one for each core at once. A worker that starts before there is a job cannot be forked from a
+    warm server, and most would never be used. Ray has no setting for their number.
+    """
+    original = services.ConsolePopen
+
+    def start(command: list[str], **settings: Any) -> Any:
+        return original([PRESTARTED + "0" if each.startswith(PRESTARTED) else each for each in command], **settings)
+
+    services.ConsolePopen = start
+    try:
+        yield
+    finally:
+        services.ConsolePopen = original
+
+
+@contextmanager
+def without_monitors() -> Iterator[None]:
+    """Start a cluster without two processes that take 2 CPU seconds to start and that a run on one machine needs not.
+
+    One copies the workers' log to the driver, which `log_to_driver=False` ignores. The other starts and stops nodes of
+    a cloud. `ray.init` has no setting for either.
+    """
+    original = parameter.RayParams
+    parameter.RayParams = partial(original, include_log_monitor=False, no_monitor=True)
+    try:
+        yield
+    finally:
+        parameter.RayParams = original
+
+
 def raylet_executable() -> str:
     """Return the path of the program that starts a node's workers; Ray has no public name for it."""
     return str(services.RAYLET_EXECUTABLE)
@@ -218,62 +224,3 @@ def ended_cluster_process() -> str | None:
     node = worker._global_node
     ended = [str(name) for name, _ in node.dead_processes()] if node is not None else []
     return next((name for name in ended if name in ("gcs_server", "raylet")), None)
-
-
-class ControlledTrainer(TorchTrainer):
-    """Trainer with two hooks: the choice of the scaling policy, and a callback after Ray's own SIGINT handler is set.
-
-    Ray Train builds its scaling policy from the ScalingConfig and accepts no other, and it installs a SIGINT handler
-    that aborts the run. Both happen inside `fit`.
-    """
-
-    def choose_scaling_policy(self, default: Any) -> Any:
-        """Return the scaling policy of the run.
-
-        Args:
-            default: the policy that Ray Train made.
-        """
-        return default
-
-    def after_sigint_handler(self) -> None:
-        """Run after Ray Train has installed its SIGINT handler; by default do nothing."""
-
-    def _initialize_and_run_controller(self, **parts: Any) -> ray.train.Result:
-        parts["scaling_policy"] = self.choose_scaling_policy(parts["scaling_policy"])
-        return super()._initialize_and_run_controller(**parts)
-
-    def _register_sigint_handler(self, controller: Any) -> None:
-        super()._register_sigint_handler(controller)
-        self.after_sigint_handler()
-
-
-class ElasticPolicy(ElasticScalingPolicy):
-    """Ray Train's elastic scaling policy, with public names for the parts that a subclass changes or calls.
-
-    Ray Train has no public interface for a scaling policy.
-    """
-
-    def possible_workers(self, reserved: Mapping[str, Resources]) -> int:
-        """Return the number of workers that fit on the reserved resources (node id -> resources)."""
-        return super()._count_possible_workers(reserved)
-
-    def request_resources(self) -> None:
-        """Renew the request for resources at Ray's autoscaling coordinator, at most every 20 s."""
-        self._maybe_send_resource_request()
-
-    def allow_immediate_resize(self) -> None:
-        """Make the next decision ignore the time since the previous one (`elastic_resize_monitor_interval_s`)."""
-        self._latest_monitor_time = float("-inf")
-
-    def resize_to(self, workers: int) -> ResizeDecision:
-        """Return the decision to run with this number of workers."""
-        return self._get_resize_decision(workers)
-
-    def _count_possible_workers(self, reserved_resources: Mapping[str, Resources]) -> int:
-        return self.possible_workers(reserved_resources)
-
-    def _get_reserved_resources(self) -> Any:
-        # Ray's autoscaling coordinator updates its view of the cluster only every 20 s. Its actor handles calls in
-        # order, so the call of the base class returns the result that this call recomputes.
-        self._autoscaling_coordinator.get_reserved_resources.remote(self._requester_id, recompute=True)
-        return super()._get_reserved_resources()

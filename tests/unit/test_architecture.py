@@ -79,6 +79,7 @@ AT_IMPORT = {
         "resilience.elastic",
         "resilience.nodes",
         "resilience.ray_internals",
+        "resilience.ray_train_internals",
         "resilience.signals",
         "storage.checkpoint_upload",
         "sweep.runner",

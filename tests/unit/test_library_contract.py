@@ -322,6 +322,7 @@ PRIVATE_MODULES = (
     "grpo_ray/inference/vllm_internals.py",
     "grpo_ray/learner/trl_internals.py",
     "grpo_ray/resilience/ray_internals.py",
+    "grpo_ray/resilience/ray_train_internals.py",
     "grpo_ray/storage/ray_snapshot.py",
 )
 """Modules that hold the access to libraries' private parts."""

@@ -5,12 +5,12 @@ import math
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import ray
-import ray.data
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from grpo_ray.config.schema import Config
@@ -28,6 +28,8 @@ from grpo_ray.resilience.ray_internals import (
     own_session,
     raylet_executable,
     recorded_cluster,
+    without_monitors,
+    without_prestarted_workers,
 )
 from grpo_ray.storage.uris import redact_credentials
 from grpo_ray.telemetry.coordinator import RunCoordinator
@@ -46,6 +48,9 @@ WATCH_SECONDS = 0.5
 
 _HAS_STARTED = threading.Event()
 """Set while the cluster that this process uses is one that it has started."""
+
+_UNSHOWN: list[str] = []
+"""Notices of `start_cluster_while` that the next `connect` returns."""
 
 
 @dataclass(frozen=True)
@@ -80,14 +85,19 @@ def choose_cluster() -> ClusterChoice:
     )
 
 
+def is_connected() -> bool:
+    """Return True if this process has connected to a cluster."""
+    return bool(ray.is_initialized())
+
+
 def starts_cluster() -> bool:
     """Return True if `connect` is going to start a cluster on this machine."""
-    return not ray.is_initialized() and choose_cluster().address is None
+    return not is_connected() and choose_cluster().address is None
 
 
 def owns_cluster() -> bool:
     """Return True if this process has started the cluster that it uses, or is going to start one."""
-    return starts_cluster() or (_HAS_STARTED.is_set() and ray.is_initialized())
+    return starts_cluster() or (_HAS_STARTED.is_set() and is_connected())
 
 
 def connect(config: Config, runs: int = 1) -> list[str]:
@@ -102,9 +112,19 @@ def connect(config: Config, runs: int = 1) -> list[str]:
     Raises:
         ConfigError: the running cluster cannot be joined, or every user can read its token.
     """
+    if is_connected():
+        notices, _UNSHOWN[:] = _UNSHOWN[:], []
+    else:
+        notices = _connect(config, runs)
+    from ray.data import DataContext  # takes a second, during which `start_cluster_while` already starts the cluster
+
+    logging.getLogger("ray.data").setLevel(logging.ERROR)  # it logs a line for each pipeline, over the progress bar
+    DataContext.get_current().enable_progress_bars = False
+    return notices
+
+
+def _connect(config: Config, runs: int) -> list[str]:
     _configure_ray(config)
-    if ray.is_initialized():
-        return []
     _HAS_STARTED.clear()
     chosen = choose_cluster()
     of_token = protect_token_file(creates=chosen.address is None)
@@ -123,8 +143,23 @@ def _configure_ray(config: Config) -> None:
     if config.sizes.worker_counts != [config.cluster.max_workers]:
         # Elastic: a worker group that waits for a dead machine is then started with another number of workers.
         os.environ.setdefault("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "30")
-    logging.getLogger("ray.data").setLevel(logging.ERROR)  # it logs a line for each pipeline, over the progress bar
-    ray.data.DataContext.get_current().enable_progress_bars = False
+
+
+def start_cluster_while(config: Config, work: Callable[[], object]) -> None:
+    """Call `work` in a thread, and meanwhile start the cluster of a command; without one to start, only call `work`.
+
+    For the import of the command's libraries, which takes seconds on one core. Preflight's `connect` returns the
+    notices of the start. `ray.init` stays in this thread: the kernel ends Ray's processes when the thread ends that has
+    started them.
+
+    Raises:
+        ConfigError: as `connect`.
+    """
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        done = pool.submit(work)
+        if starts_cluster():
+            _UNSHOWN[:] = _connect(config, runs=1)
+        done.result()
 
 
 def _join_cluster(address: str) -> None:
@@ -147,15 +182,19 @@ def _start_cluster(config: Config, runs: int) -> None:
     further = cluster.max_workers + (most - least) * config.engine.tensor_parallel_size
     cpus = max(os.cpu_count() or 1, runs * (further * cluster.cpus_per_worker + cpus_beside_workers(config)))
     with ExitStack() as stack:
-        if is_enabled(compute_device(cluster.use_gpu) == "cuda"):
+        if is_warm := is_enabled(compute_device(cluster.use_gpu) == "cuda"):
             environment = worker_environment(config, threads_on_this_machine(config))
             stack.enter_context(warm_executable(environment, raylet_executable()))
+            stack.enter_context(without_prestarted_workers())
         stack.enter_context(own_session())
         stack.enter_context(longer_start(START_SECONDS))
+        stack.enter_context(without_monitors())
         try:
             # Without "local", Ray would join a cluster that it has a record of. With num_gpus=None Ray counts GPUs.
             ray.init("local", num_cpus=cpus, num_gpus=logical_gpus(), include_dashboard=False, **QUIET)
             _HAS_STARTED.set()
+            if is_warm:
+                ray.remote(num_cpus=0)(_start_first_worker).remote()
         except Exception as error:  # Ray raises a plain one for its time limit; all others are raised again
             if START_TIMEOUT not in str(error):
                 raise
@@ -163,6 +202,13 @@ def _start_cluster(config: Config, runs: int) -> None:
                 f"Ray did not start within {START_SECONDS:.0f} s; the machine is too busy: run the command again once "
                 f"`uptime` shows a load below {2 * (os.cpu_count() or 1)}"
             ) from None
+
+
+def _start_first_worker() -> None:
+    """Do nothing, in the cluster's first worker: its start makes the warm servers import Ray at once.
+
+    The worker is then used for the first actor of the run.
+    """
 
 
 class WarmStartEnd(RunObserver):

@@ -16,6 +16,7 @@ import resource
 import signal
 import socket
 import sys
+from contextlib import suppress
 
 HEAVY_MARK = "VLLM_CPU_KVCACHE_SPACE"
 """Environment variable of the processes that need torch and vLLM (`evaluate.worker_environment`)."""
@@ -28,10 +29,8 @@ Waits = tuple[tuple[str, float], ...]
 
 LIGHT: Waits = (("light", 15.0),)
 HEAVY: Waits = (("heavy", 30.0), *LIGHT)
-"""The sum of both timeouts is below 60 s, within which Ray expects a worker."""
-CONTROLLER: Waits = (("heavy", 1.0), *LIGHT)
-"""The controller does not wait: it imports torch itself while the heavy server is still importing."""
-
+"""The sum of both timeouts is below 60 s, within which Ray expects a worker. The controller of a run waits, too: the
+workers that it is to start need the heavy server anyway."""
 LIMITS = ("RLIMIT_NOFILE", "RLIMIT_CORE")
 """Resource limits that the child takes over."""
 
@@ -82,16 +81,21 @@ def worker_command(arguments: list[str], environment: dict[str, str]) -> tuple[l
             )
             value = re.sub(r"\$\{[A-Z0-9_]+\}", "", value)
         environment[name] = value
-    servers = HEAVY if HEAVY_MARK in variables else CONTROLLER if CONTROLLER_MARK in variables else LIGHT
+    servers = HEAVY if variables.keys() & {HEAVY_MARK, CONTROLLER_MARK} else LIGHT
     return rest, environment, servers
 
 
-def encode_request(arguments: list[str], environment: dict[str, str]) -> bytes:
-    """Describe this process, and the process to start, as JSON."""
+def encode_request(arguments: list[str], environment: dict[str, str], is_announcement: bool = False) -> bytes:
+    """Describe this process, and the process to start, as JSON.
+
+    Args:
+        is_announcement: only tell the server the environment of this process; nothing is forked.
+    """
     umask = os.umask(0)
     os.umask(umask)
     return json.dumps(
         {
+            "is_announcement": is_announcement,
             "arguments": arguments,
             "environment": environment,
             "base_environment": dict(os.environ),
@@ -104,13 +108,18 @@ def encode_request(arguments: list[str], environment: dict[str, str]) -> bytes:
     ).encode()
 
 
+def send(connection: socket.socket, path: str, message: bytes) -> None:
+    """Send a request, with the standard streams of this process, to the server at a socket. Raises OSError."""
+    connection.connect(path)
+    socket.send_fds(connection, [len(message).to_bytes(4, "big")], [0, 1, 2])
+    connection.sendall(message)
+
+
 def fork_worker(path: str, message: bytes, seconds: float) -> None:
     """Have the server at a socket fork a worker. Raises OSError or NotServedError."""
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(seconds)
-        connection.connect(path)
-        socket.send_fds(connection, [len(message).to_bytes(4, "big")], [0, 1, 2])
-        connection.sendall(message)
+        send(connection, path, message)
         # The server forks only for a client that still waits.
         if connection.recv(1) != b"?":
             raise NotServedError("refused")
@@ -127,6 +136,12 @@ def main() -> None:
     try:
         command, environment, servers = worker_command(arguments, dict(os.environ))
         message = encode_request(command, environment)
+        # The heavy server learns the environment from the light one, which may have had no request so far. The
+        # connection stays open until this process ends: the server identifies the process by it.
+        announcement = socket.socket(socket.AF_UNIX)
+        if servers is HEAVY:
+            with suppress(OSError):  # the servers serve no longer
+                send(announcement, os.path.join(folder, "light"), encode_request(command, environment, True))
         for name, seconds in servers:
             try:
                 fork_worker(os.path.join(folder, name), message, seconds)

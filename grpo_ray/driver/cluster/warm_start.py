@@ -11,7 +11,8 @@ variables (`HEAVY_MARK`). It also serves Ray Train's controller, which needs tor
 
 Each server imports in two stages. Ray's C++ library reads its settings from environment variables when it is loaded,
 among them the ids of the job and the raylet. Ray, and every library that imports it, is therefore imported at the first
-request, with the environment of that request.
+request, with the environment of that request. The driver makes that request as soon as the cluster runs
+(`connection._start_cluster`), and each client of the heavy server announces the environment to the light one.
 
 Risks and countermeasures:
 - A fork copies the calling thread only, so a lock that another thread holds stays locked. The servers therefore refuse
@@ -80,8 +81,13 @@ HEAVY = Preload(
     ("torch", "transformers", "accelerate", "peft", "datasets"),
     (
         "ray.train.torch",
+        "ray.tune",
         "trl",
         "vllm",
+        # An engine imports these when it starts.
+        "vllm.v1.worker.cpu_worker",
+        "vllm.model_executor.layers.utils",
+        "vllm.model_executor.layers.quantization.online.base",
         "grpo_ray.training.worker",
         "grpo_ray.learner.learner",
         "grpo_ray.resilience.elastic",
@@ -237,7 +243,10 @@ class Server:
         try:
             with connection.makefile("rb") as stream:
                 request = json.loads(stream.read(int.from_bytes(header, "big")))
-            if reason := self._refusal_reason(request, raylet):
+            reason = self._settle_environment(request["base_environment"], raylet) or self._refusal_reason(request)
+            if request["is_announcement"]:
+                return None
+            if reason:
                 print(f"refused: {reason}", file=sys.stderr, flush=True)
                 connection.sendall(b"n")
                 return None
@@ -259,9 +268,12 @@ class Server:
             for number in streams:
                 os.close(number)
 
-    def _refusal_reason(self, request: dict[str, Any], raylet: int) -> str:
-        """Return the reason why the plain interpreter must serve a request; empty if this server can."""
-        base, environment = request["base_environment"], request["environment"]
+    def _settle_environment(self, base: dict[str, str], raylet: int) -> str:
+        """Do the late imports in the environment of the first request, that of a process which the raylet starts.
+
+        Returns:
+            The reason why the plain interpreter must serve requests of this environment; empty for the driver's job.
+        """
         if base.get("RAY_JOB_ID", FIRST_JOB) != FIRST_JOB:
             return "a worker without a job, or of another driver's"
         if self.environment is None:
@@ -269,6 +281,12 @@ class Server:
                 self.raylet = os.pidfd_open(raylet)
             self.environment = base
             self.adopt(base)
+        return ""
+
+    def _refusal_reason(self, request: dict[str, Any]) -> str:
+        """Return the reason why the plain interpreter must serve a request; empty if this server can."""
+        assert self.environment is not None
+        environment = request["environment"]
         names = environment.keys() | self.environment.keys()
         changed = {name for name in names if environment.get(name) != self.environment.get(name)}
         if not self.is_heavy or CONTROLLER_MARK in environment:
@@ -457,6 +475,7 @@ def listen(path: Path) -> socket.socket:
 
 def preload(modules: Sequence[str]) -> None:
     """Import modules, except those that raise an error; the workers import these themselves."""
+    gc.disable()  # imports leave little garbage, and looking for it takes a tenth of their time
     for module in modules:
         if select.select([OWNER], [], [], 0)[0]:  # the driver has ended
             sys.exit()
@@ -464,6 +483,7 @@ def preload(modules: Sequence[str]) -> None:
             importlib.import_module(module)
         except Exception as error:  # a library may raise any error; the worker that needs the library reports it
             print(f"{module}: {error!r}", file=sys.stderr, flush=True)
+    gc.enable()
 
 
 def end_with_parent(parent: int) -> None:

@@ -9,7 +9,13 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from grpo_ray.driver.cluster.connection import connect, require_engine_system, require_resources, starts_cluster
+from grpo_ray.driver.cluster.connection import (
+    connect,
+    is_connected,
+    require_engine_system,
+    require_resources,
+    starts_cluster,
+)
 from grpo_ray.driver.preflight.policy_files import fetch_policy_files
 from grpo_ray.driver.preflight.run_context import RunContext
 from grpo_ray.driver.preflight.same_run import check_old_run, check_same_run
@@ -197,7 +203,8 @@ def run_preflight(context: RunContext, checks: Sequence[Check] = CHECKS) -> None
         GrpoRayError: the first check that fails; later ones are not run.
     """
     early = [check for check in checks if check.beside_connection]
-    context.progress.phase("starting Ray" if starts_cluster() else "connecting to the cluster")
+    if not is_connected():
+        context.progress.phase("starting Ray" if starts_cluster() else "connecting to the cluster")
     with ThreadPoolExecutor(max_workers=1) as pool:
         results = [pool.submit(check.run, context) for check in early]
         _show(context, connect(context.config))

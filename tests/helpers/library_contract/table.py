@@ -127,8 +127,8 @@ PATHS: dict[str, tuple[str, ...]] = {
         f"{TRL_TRAINER}._metrics",
         f"{TRL_TRAINER}._step",
     ),
-    "grpo_ray/resilience/ray_internals.py": (
-        "ray._private.node:Node.dead_processes()",
+    "grpo_ray/resilience/ray_internals.py": ("ray._private.node:Node.dead_processes()",),
+    "grpo_ray/resilience/ray_train_internals.py": (
         "ray.data._internal.cluster_autoscaler.default_autoscaling_coordinator:"
         "_AutoscalingCoordinatorActor.get_reserved_resources(requester_id, recompute=)",
         f"{RAY_POLICY}._autoscaling_coordinator",
@@ -192,11 +192,11 @@ INHERITED: dict[str, tuple[str, ...]] = {
     "grpo_ray.resilience.elastic:PreemptedError": ("__init__",),
     "grpo_ray.resilience.elastic:PreemptibleTrainer": ("__init__",),
     "grpo_ray.resilience.nonfinite:NonFiniteMonitor": ("on_pre_optimizer_step", "on_train_begin", "state"),
-    "grpo_ray.resilience.ray_internals:ControlledTrainer": (
+    "grpo_ray.resilience.ray_train_internals:ControlledTrainer": (
         "_initialize_and_run_controller",
         "_register_sigint_handler",
     ),
-    "grpo_ray.resilience.ray_internals:ElasticPolicy": (
+    "grpo_ray.resilience.ray_train_internals:ElasticPolicy": (
         "_count_possible_workers",
         "_get_reserved_resources",
         "_latest_monitor_time",

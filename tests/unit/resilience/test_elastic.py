@@ -26,7 +26,7 @@ from grpo_ray.resilience.elastic import (
     scaling_config,
     worker_slots,
 )
-from grpo_ray.resilience.ray_internals import ControlledTrainer, ElasticPolicy, ReschedulingState
+from grpo_ray.resilience.ray_train_internals import ControlledTrainer, ElasticPolicy, ReschedulingState
 
 
 @pytest.mark.parametrize(

@@ -166,6 +166,16 @@ def test_client_runtime_env_chooses_the_heavy_server(servers: Servers, worker: P
     assert served["arguments"] == [str(worker), "--x"]
 
 
+def test_client_of_the_heavy_server_may_make_the_first_request(servers: Servers, worker: Path) -> None:
+    """The client tells the light server the environment, and is not forked by it."""
+    context = json.dumps({"env_vars": {"VLLM_CPU_KVCACHE_SPACE": "1"}, "py_executable": sys.executable})
+    setup = ["setup_worker.py", f"--serialized-runtime-env-context={context}", "--language=PYTHON", str(worker), "wait"]
+    served = servers.run(*setup)
+    assert served["heavy"] and not served["light"]
+    (heavy,) = children_of(int(Path(f"/proc/{served['parent']}/stat").read_text().rpartition(")")[2].split()[1]))
+    assert served["parent"] == heavy
+
+
 def test_client_the_controller_of_ray_train_comes_from_the_heavy_server(
     servers: Servers, worker: Path, tmp_path: Path
 ) -> None:
