@@ -12,7 +12,7 @@ from generated_file import write_file
 
 from grpo_ray.pages.report.charts import Chart, Curve, layout_chart
 
-WIDTH, HEIGHT = 360, 214
+WIDTH, HEIGHT = 360, 228
 COLOURS = ("#8a6d3b", "#1f6f8b")
 """Colours of the training reward and of the held-out score, on white and on black pages."""
 
@@ -59,9 +59,9 @@ def draw(chart: Chart) -> str:
         marks = "".join(f"M{x} {low}V{high}" for x, low, high in curve.bars)
         parts.append(f'<path fill="none" stroke="{colour}" stroke-width="1.8" d="{curve.line}{marks}"/>')
         parts += [f'<circle cx="{x}" cy="{y}" r="2.4" fill="{colour}"/>' for x, y in curve.dots]
-    for x, curve, colour in zip((left, 220), chart.curves, COLOURS, strict=True):
-        parts.append(f'<circle cx="{x + 4}" cy="{bottom + 32}" r="3" fill="{colour}"/>')
-        parts.append(text.format("start", x + 12, bottom + 35.5, escape(curve.label)))
+    for y, curve, colour in zip((bottom + 32, bottom + 46), chart.curves, COLOURS, strict=True):
+        parts.append(f'<circle cx="{left + 4}" cy="{y}" r="3" fill="{colour}"/>')
+        parts.append(text.format("start", left + 12, y + 3.5, escape(curve.label)))
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 

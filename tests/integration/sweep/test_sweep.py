@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from failing_storage import wait_for
+from several_nodes import several_nodes
 from small_runs import REFERENCE, FinishedRun, events_of, rows_of, same_weights, small_settings, weights_of
 from sweeps import standings, wait_for_free_cpus, write_sweep
 
@@ -107,9 +108,9 @@ def test_bad_rungs_are_refused_before_anything_begins(policy: Path, tmp_path: Pa
     assert not (tmp_path / "rates").exists()  # nothing was begun
 
 
-def start(path: Path, *overrides: str) -> subprocess.Popen[str]:
-    """Start `grpo-ray sweep` on a cluster of its own."""
-    environment = os.environ | {"RAY_ADDRESS": "local"}
+def start(path: Path, *overrides: str, address: str = "local") -> subprocess.Popen[str]:
+    """Start `grpo-ray sweep` on a cluster of its own, or on the one at an address."""
+    environment = os.environ | {"RAY_ADDRESS": address}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HELPERS), environment.get("PYTHONPATH")]))
     return subprocess.Popen(
         [sys.executable, "-m", "grpo_ray.cli", "sweep", str(path), *overrides],
@@ -216,6 +217,43 @@ def test_killed_driver_of_a_trial_is_replaced_and_frees_its_cpus(policy: Path, t
     assert [each.steps for each in summary.results] == [6]
     assert launches(folder)[0] == 0 and len(launches(folder)) == 2
     wait_for_free_cpus()
+
+
+@pytest.mark.slow
+def test_node_lost_in_a_sweep_costs_nothing(small_run: Callable[..., Any], policy: Path, tmp_path: Path) -> None:
+    """The worker of one trial or of both is lost with its node, and starts again on another one."""
+    settings = [*SETTINGS, "cluster.num_workers=1", "run.max_failures=3", "grpo.max_steps=12",
+                "heldout.score=correctness",
+                "rewards.functions=[correctness, 'reward_spies:vary', 'reward_spies:wait']"]  # fmt: skip
+    slow = ["rewards.settings={'reward_spies:wait': {seconds: 2}}"]
+    rates, found = [1e-4, 2e-4], tmp_path / "node"
+    base = [*small_settings("base", tmp_path, policy), *settings, *slow]
+    path = write_sweep(tmp_path, base, vary={"grpo.learning_rate": rates}, parallel=2)
+    folders = [tmp_path / "rates" / f"trial-0{number}" for number in (1, 2)]
+    with several_nodes(2, 2, 2) as nodes:
+        sweep = start(path, address=nodes.address)
+        for folder in folders:
+            wait_for(has_steps(folder, 2), "two steps", LONG)
+        assert nodes.drive(write_node_of_a_worker, path=str(found)).wait(LONG) == 0
+        nodes.kill_node(found.read_text())
+        output, _ = sweep.communicate(timeout=LONG)
+    assert sweep.returncode == 0, output
+    assert sum(len(launches(folder)) for folder in folders) > 2, output
+    for folder, rate in zip(folders, rates, strict=True):
+        assert [row["step"] for row in rows_of(folder)] == [*range(1, 13)]
+        quick = ["rewards.settings={'reward_spies:wait': {seconds: 0}}"]
+        _, alone = small_run(f"alone-{folder.name}", *settings, *quick, f"grpo.learning_rate={rate}")
+        assert same_weights(latest(folder), latest(alone))
+
+
+def write_node_of_a_worker(path: str) -> None:
+    """Write the id of a node that has a train worker."""
+    import ray
+    from ray.util import placement_group_table
+
+    ray.init(logging_level="ERROR")
+    groups = [group for group in placement_group_table().values() if group["state"] == "CREATED"]
+    Path(path).write_text(groups[0]["bundles_to_node_id"][0])
 
 
 @pytest.mark.slow
