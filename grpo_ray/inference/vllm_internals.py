@@ -17,6 +17,8 @@
 | `DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES`           | older releases use the second runner for one architecture only  |
 | `initialize_layerwise_reload`, `finalize_...`     | a quantized engine quantizes the weights of each sync           |
 | path from `LLM` to its `BlockPool`                | the prefix cache is proven to be empty after a sync             |
+| `CpuPlatform.register_triton_kernel_overrides`    | workers forked from a process that has registered the kernels   |
+|                                                   | do not search all modules for them again                        |
 
 `tests/integration/inference/test_vllm_internals.py` fails when a release changes the code behind one of them. vLLM is
 imported inside the functions, so that modules which import this one stay light.
@@ -37,6 +39,20 @@ if TYPE_CHECKING:
     from vllm.v1.sample.sampler import Sampler
 
 SHARED_MEMORY_FOLDER = Path("/dev/shm")
+
+
+def register_kernels_before_forks() -> None:
+    """Register the CPU's kernels in place of Triton's, for the engines of all processes forked from this one.
+
+    vLLM does it whenever an engine starts: it searches the attributes of all imported modules, which takes half a
+    second. Modules that are imported later find the registered kernels.
+    """
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        platform = type(current_platform)
+        platform.register_triton_kernel_overrides()
+        platform.register_triton_kernel_overrides = classmethod(lambda cls: None)
 
 
 def engine_model(llm: "LLM") -> "torch.nn.Module":

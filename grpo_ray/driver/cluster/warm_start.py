@@ -62,7 +62,7 @@ from typing import Any, NamedTuple
 
 
 class Preload(NamedTuple):
-    """Modules that a server imports, in this order."""
+    """Modules that a server imports, in this order; of `module:function` it also calls the function."""
 
     early: Sequence[str]
     """Imported when the server starts; none of them may import Ray."""
@@ -88,6 +88,7 @@ HEAVY = Preload(
         "vllm.v1.worker.cpu_worker",
         "vllm.model_executor.layers.utils",
         "vllm.model_executor.layers.quantization.online.base",
+        "grpo_ray.inference.vllm_internals:register_kernels_before_forks",
         "grpo_ray.training.worker",
         "grpo_ray.learner.learner",
         "grpo_ray.resilience.elastic",
@@ -480,7 +481,10 @@ def preload(modules: Sequence[str]) -> None:
         if select.select([OWNER], [], [], 0)[0]:  # the driver has ended
             sys.exit()
         try:
-            importlib.import_module(module)
+            name, _, function = module.partition(":")
+            imported = importlib.import_module(name)
+            if function:
+                getattr(imported, function)()
         except Exception as error:  # a library may raise any error; the worker that needs the library reports it
             print(f"{module}: {error!r}", file=sys.stderr, flush=True)
     gc.enable()

@@ -31,6 +31,8 @@ RAY_POLICY = "ray.train.v2._internal.execution.scaling_policy:ElasticScalingPoli
 
 PATHS: dict[str, tuple[str, ...]] = {
     "grpo_ray/inference/vllm_internals.py": (
+        "vllm.platforms.interface:Platform.is_cpu()",
+        "vllm.platforms.interface:Platform.register_triton_kernel_overrides()",
         # From an engine to its model, in the process of the worker
         "vllm.v1.engine.llm_engine:LLMEngine.model_executor",
         "vllm.v1.executor.uniproc_executor:UniProcExecutor.driver_worker",

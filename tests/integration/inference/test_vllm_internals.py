@@ -3,6 +3,8 @@
 import inspect
 import os
 import secrets
+import subprocess
+import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, get_args
@@ -23,6 +25,7 @@ from vllm.model_executor.layers import utils
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+from vllm.platforms import current_platform
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -282,3 +285,24 @@ def test_prefer_second_runner_widens_only_an_existing_list(monkeypatch: pytest.M
     monkeypatch.setattr(settings, name, frozenset({"Qwen3ForCausalLM"}), raising=False)
     prefer_second_runner()
     assert getattr(settings, name) == {"Qwen3ForCausalLM", "Qwen2ForCausalLM", "LlamaForCausalLM"}
+
+
+REGISTERING = """
+from grpo_ray.inference.vllm_internals import register_kernels_before_forks
+register_kernels_before_forks()
+from vllm.platforms import current_platform
+from vllm.triton_utils.dispatcher import KernelOverride
+from vllm.v1.sample import rejection_sampler
+before = rejection_sampler.rejection_greedy_sample_kernel
+current_platform.register_triton_kernel_overrides()  # as each engine does
+assert rejection_sampler.rejection_greedy_sample_kernel is before
+print(type(before) is KernelOverride)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not current_platform.is_cpu(), reason="only the CPU replaces Triton's kernels")
+def test_kernels_are_registered_once() -> None:
+    done = subprocess.run([sys.executable, "-c", REGISTERING], check=True, capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == "True"
+    assert "already registered" not in done.stdout + done.stderr
