@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cached_property
 from typing import Any
 
@@ -41,6 +41,7 @@ from grpo_ray.resilience.hangup import survives_hangup
 from grpo_ray.resilience.signals import StopSignals
 from grpo_ray.rewards.reward_models import running_reward_models
 from grpo_ray.storage import checkpoint_upload, checkpoints, ray_snapshot
+from grpo_ray.storage.checkpoint_integrity import find_faults
 from grpo_ray.storage.checkpoints import CheckpointInfo
 from grpo_ray.storage.lease import RunLease
 from grpo_ray.storage.run_folder import RunFolder
@@ -235,6 +236,8 @@ class PreparedRun:
             self.progress.baseline(baseline_metrics(results))
             self.progress.notice(f"resuming from {resume.checkpoint.name}")
         self.feed.event({"event": "launched", "at": self.launched_at})
+        if resume.checkpoint is not None and not resume.is_of_other_run:
+            self._measure_missed(resume.checkpoint)
         try:
             with (
                 RunFollower(self.plan.coordinator, self.feed, self.config.last_step) as self._follower,
@@ -320,8 +323,10 @@ class PreparedRun:
         is_complete = bool(stored) and stored[-1].step >= config.grpo.max_steps
         stopped_by = None if is_complete else self.stopped_by
         is_paused = not is_complete and not stopped_by and bool(stored) and stored[-1].step >= config.last_step
-        if is_paused and self._measure_paused(stored[-1]):
-            stored = checkpoints.list_checkpoints(folder)
+        is_unmeasured = bool(stored) and stored[-1].measured_on is None
+        is_measured_otherwise = is_paused and stored[-1].measured_on != plan.heldout_conditions
+        if (is_complete and is_unmeasured) or is_measured_otherwise:
+            stored[-1] = self._measure_checkpoint(stored[-1])
         best = checkpoints.best_checkpoint(stored, config.ranking_metric)
         after = {} if best is None else self._heldout_measures(best, measure_others=not stopped_by)
         seconds = time.time() - self.launched_at
@@ -339,14 +344,25 @@ class PreparedRun:
         self.feed.finished(asdict(summary))
         return summary
 
-    def _measure_paused(self, checkpoint: CheckpointInfo) -> bool:
-        """Measure the checkpoint of `run.pause_at`, unless it has been measured; return True if it was measured now.
+    def _measure_missed(self, checkpoint: CheckpointInfo) -> None:
+        """Measure the checkpoint that the run resumes from, if the run would have measured it without a stop.
 
-        A stop or a preemption at the same step has saved it without measuring.
+        Otherwise it would never be the best one. A checkpoint that is damaged is left to the workers, which resume from
+        an older one.
+        """
+        is_regular = checkpoint.step % self.config.grpo.save_steps == 0
+        if is_regular and checkpoint.measured_on is None and not find_faults(checkpoint):
+            self._measure_checkpoint(checkpoint)
+
+    def _measure_checkpoint(self, checkpoint: CheckpointInfo) -> CheckpointInfo:
+        """Measure a checkpoint that a stop, a preemption or the driver's death has left without a measurement.
+
+        Returns:
+            The checkpoint with its measurement.
         """
         conditions = self.plan.heldout_conditions
-        if checkpoint.measured_on == conditions:
-            return False
+        if not conditions:
+            return checkpoint
         results = self._evaluate(checkpoint.folder.address_of(checkpoint.name), list(conditions))
         metrics = heldout_metrics(results, self.config.primary_heldout)
         write_records(self.folder, checkpoint.step, results, policy=checkpoint.name, conditions=conditions)
@@ -354,7 +370,7 @@ class PreparedRun:
         self.folder.write_json(measured, checkpoint.name, checkpoints.MEASURED)
         self.feed.measured(checkpoint.step, metrics)
         self.feed.event({"event": "measured", "at": time.time(), "step": checkpoint.step, "metrics": metrics})
-        return True
+        return replace(checkpoint, metrics={**checkpoint.metrics, **metrics}, measured_on=conditions)
 
     def _heldout_measures(self, checkpoint: CheckpointInfo, measure_others: bool) -> dict[str, dict[str, float]]:
         """Return the measures of each held-out set that are recorded with a checkpoint, or measured now.

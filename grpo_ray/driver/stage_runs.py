@@ -31,7 +31,7 @@ from grpo_ray.driver.preflight.checks import CHECKS, run_preflight
 from grpo_ray.driver.preflight.resume_fields import changed_settings
 from grpo_ray.driver.preflight.run_context import RunContext
 from grpo_ray.driver.preflight.same_run import read_recorded_config
-from grpo_ray.driver.run import train
+from grpo_ray.driver.run import prepare
 from grpo_ray.driver.stage_config import RunStage, Stages
 from grpo_ray.driver.summary import RunSummary
 from grpo_ray.errors import CheckpointError, ConfigError, DamagedFileError, GrpoRayError
@@ -94,7 +94,13 @@ def train_stages(
     for stage in remaining:
         ready = stage if stage is remaining[0] else _with_policy(stage, stages)
         _end_cluster_of_other_size(ready.config, before=before.config)
-        summary, before = train(ready.config, make_progress(ready.config), (faults or {}).get(stage.name, ())), ready
+        with prepare(ready.config, make_progress(ready.config), (faults or {}).get(stage.name, ())) as run:
+            if run.has_steps_left:
+                run.fit(run.trainer())
+            summary, before = run.finish(), ready
+            if stage is not remaining[-1] and summary.stopped is None:
+                # A stop in the last step of a stage: that stage is complete, but the next one must not begin.
+                summary = replace(summary, stopped=run.stopped_by)
         results.append(StageResult(ready, summary))
         on_result(results[-1])
         if summary.stopped is not None:

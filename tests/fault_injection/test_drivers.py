@@ -7,10 +7,12 @@ import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from failing_storage import wait_for
-from faulty_runs import start
+from faulty_runs import same, start, undisturbed
+from gated_runs import Gates, gated_settings, outcome_without_gates
 from process_watch import descendants, is_running
 from small_runs import rows_of, small_settings
 
@@ -47,6 +49,28 @@ def test_group_sigterm_step_is_saved_and_run_resumes(policy: Path, tmp_path: Pat
     wait_for(lambda: not any(map(is_running, processes)), "the end of the cluster's processes")
     again = output_of(start([*overrides, f"grpo.max_steps={step + 1}"]), 0)
     assert f"resuming from checkpoint-{step:06d}" in again
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("held", "status"), [(3, 128 + signal.SIGINT), (10, 0)], ids=["regular", "last"])
+def test_stop_at_a_measured_step_leaves_no_checkpoint_unmeasured(
+    held: int, status: int, small_run: Callable[..., Any], policy: Path, tmp_path: Path
+) -> None:
+    """The stopped run saves its step without measuring it. It is measured at the next start, or at the end."""
+    folder, gates = tmp_path / "stopped", Gates(tmp_path / "gates", [held])
+    overrides = gated_settings("stopped", tmp_path, policy, gates)
+    run = start(overrides)
+    assert run.stdout is not None
+    wait_for(lambda: gates.reached(held, workers=2), "the gate", LONG)
+    os.kill(run.pid, signal.SIGINT)
+    for line in run.stdout:
+        if "the run stops once the current step is finished and saved" in line:
+            break
+    gates.open(held)
+    output_of(run, status)
+    if status:
+        output_of(start(overrides), 0)
+    same(outcome_without_gates(folder), undisturbed(small_run))
 
 
 @pytest.mark.slow

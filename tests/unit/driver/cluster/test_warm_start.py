@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+from pathlib import Path
 
 import pytest
 
@@ -13,7 +14,9 @@ OWN = [name for name in (*LIGHT.early, *LIGHT.late, *HEAVY.early, *HEAVY.late) i
 @pytest.mark.parametrize("name", OWN)
 def test_preloaded_module_of_the_package_exists(name: str) -> None:
     # A server skips a module that it cannot import, so a renamed one would only make workers start slowly.
-    assert importlib.util.find_spec(name) is not None
+    module, _, function = name.partition(":")
+    assert (found := importlib.util.find_spec(module)) is not None and found.origin is not None
+    assert not function or f"\ndef {function}(" in Path(found.origin).read_text()
 
 
 # This process stands for a worker: its parent is the raylet, and its parent's parent the driver.
