@@ -728,6 +728,8 @@ def request_of_sweep(action: str, words: Sequence[str]) -> int:
         raise ConfigError(f"{folder.uri} is not the folder of a sweep; give <run.storage_path>/<name of the sweep>")
     _, line = apply_request(state, request)  # refuses what has no effect
     write_request(folder, request)
+    if request.action == "clone":  # the sweep names it, and checks the values
+        line = f"{request.trial}: a clone is requested, and begins unless its settings are invalid"
     print(f"{line} (once the sweep has read the request; a sweep that has ended reads it when it is run again)")
     return 0
 

@@ -35,16 +35,16 @@ Space = Annotated[
 ]
 
 SET_BY_SWEEP = {
-    "run.name": "the key `name` of an entry of `trials`",
-    "run.storage_path": "an override on the command line",
-    "run.resume": "nothing: a trial continues from its latest checkpoint",
-    "run.takeover": "nothing: a sweep has its own lease",
-    "run.pause_at": "`rungs` or `turns`",
-    "run.group": "`name`, the sweep's",
-    "run.best_metric": "`rungs.metric`, or the base config: trials are compared by one metric",
-    "run.from_checkpoint": "the base config, or `grpo-ray sweep clone`",
+    "run.name": "it is set by the key `name` of an entry of `trials`",
+    "run.storage_path": "it is set by an override on the command line",
+    "run.resume": "a trial always continues from its latest checkpoint",
+    "run.takeover": "a sweep has its own lease",
+    "run.pause_at": "it is set by `rungs` or `turns`",
+    "run.group": "it is set by `name`, the sweep's",
+    "run.best_metric": "it is set by `rungs.metric` or the base config: trials are compared by one metric",
+    "run.from_checkpoint": "it is set by the base config, or by `grpo-ray sweep clone`",
 }
-"""Key that trials cannot vary -> the place that sets it."""
+"""Key that trials cannot vary -> the reason, or the place that sets it."""
 TRIAL_NAME = "name"
 """Key of an entry of `trials` that is no key of the config."""
 
@@ -56,7 +56,7 @@ class DrawConfig:
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     n: PositiveInt
-    """Number of trials. A larger one keeps the first trials."""
+    """Number of trials. In a sweep of another name, a larger one draws the same first trials."""
     seed: NonNegativeInt = 0
     """Seed of the draws."""
     space: Space
@@ -117,7 +117,7 @@ class SweepConfig:
             _check_distribution(f"draw.space: {key}", kind, bounds)
         for key in self.keys:
             if key in SET_BY_SWEEP:
-                raise ConfigError(f"trials cannot vary {key}; it is set by {SET_BY_SWEEP[key]}")
+                raise ConfigError(f"trials cannot vary {key}; {SET_BY_SWEEP[key]}")
             if "." not in key:
                 raise ConfigError(f"{key} is no key of the config; write section.field, as in grpo.learning_rate")
 

@@ -128,10 +128,14 @@ class RunFolder:
         folders = [info.base_name for info in infos if info.type == pyarrow.fs.FileType.Directory]
         return sorted(name for name in folders if name.startswith(prefix))
 
-    def file_sizes(self, *names: str) -> dict[str, int]:
-        """Return relative path -> bytes for all files at any depth below a folder; empty if it does not exist."""
+    def file_sizes(self, *names: str, recursive: bool = True) -> dict[str, int]:
+        """Return relative path -> bytes for all files below a folder; empty if it does not exist.
+
+        Args:
+            recursive: False: only files of the folder itself, not those at any depth.
+        """
         folder = self.path(*names)
-        infos = self._list_infos(folder, recursive=True)
+        infos = self._list_infos(folder, recursive=recursive)
         return {info.path.removeprefix(f"{folder}/"): info.size for info in infos if info.is_file}
 
     def _list_infos(self, folder: str, *, recursive: bool) -> "list[pyarrow.fs.FileInfo]":

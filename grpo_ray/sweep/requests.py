@@ -13,11 +13,16 @@ from typing import Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
+from grpo_ray.config.fields import field_descriptions
+from grpo_ray.config.schema import Config, unknown_key
+from grpo_ray.config.sweep_file import SET_BY_SWEEP
+from grpo_ray.config.trl_fields import trl_fields
 from grpo_ray.config.yaml_documents import YamlError, parse_yaml
 from grpo_ray.errors import ConfigError, DamagedFileError
 from grpo_ray.storage.run_folder import RECORD_BYTES, RunFolder
 from grpo_ray.sweep.state import SweepState, TrialRecord
 from grpo_ray.sweep.trials import SweepTrial
+from grpo_ray.text.redaction import hidden_settings, redact, remember_secrets
 
 FOLDER = "requests"
 Action = Literal["stop", "resume", "clone"]
@@ -41,7 +46,7 @@ def parse_request(action: str, words: Sequence[str]) -> SweepRequest:
     """Return the request of the words after `grpo-ray sweep ACTION SWEEP`: a trial, and overrides for a clone.
 
     Raises:
-        ConfigError: there is no trial, or a word too many.
+        ConfigError: there is no trial, a word too many, or a setting that a clone cannot have.
     """
     trials = [word for word in words if "=" not in word]
     overrides = [word for word in words if "=" in word]
@@ -54,11 +59,21 @@ def parse_request(action: str, words: Sequence[str]) -> SweepRequest:
     values: dict[str, Any] = {}
     for word in overrides:
         key, _, value = word.partition("=")
+        _check_key(key)
         try:
             values[key] = parse_yaml(value)
         except YamlError:  # free text
             values[key] = value
     return SweepRequest(action=next(each for each in ACTIONS if each == action), trial=trials[0], overrides=values)
+
+
+def _check_key(key: str) -> None:
+    """Raise ConfigError if a clone cannot set this key; the sweep checks the value."""
+    if key in SET_BY_SWEEP:
+        raise ConfigError(f"trials cannot vary {key}; {SET_BY_SWEEP[key]}")
+    known = [*field_descriptions(Config), *(f"grpo.{name}" for name in trl_fields())]
+    if tuple(key.split(".")[:2]) not in {tuple(path.split(".")[:2]) for path in known if "." in path}:
+        raise ConfigError(unknown_key(key))
 
 
 def write_request(folder: RunFolder, request: SweepRequest) -> str:
@@ -73,7 +88,7 @@ def write_request(folder: RunFolder, request: SweepRequest) -> str:
 def read_requests(folder: RunFolder) -> list[tuple[str, SweepRequest | None]]:
     """Return the ids and contents of the pending requests, the oldest first; None for a file that cannot be read."""
     requests: list[tuple[str, SweepRequest | None]] = []
-    for name in sorted(name for name in folder.file_sizes(FOLDER) if name.endswith(".json")):
+    for name in sorted(name for name in folder.file_sizes(FOLDER, recursive=False) if name.endswith(".json")):
         try:
             content = folder.read_json(FOLDER, name, limit=RECORD_BYTES)
             requests.append((name.removesuffix(".json"), _ADAPTER.validate_python(content)))
@@ -93,7 +108,7 @@ def apply_request(state: SweepState, request: SweepRequest) -> tuple[SweepState,
     """Return the state after a request, and a line for the user.
 
     Raises:
-        ConfigError: there is no such trial, or the request has no effect.
+        ConfigError: there is no such trial, the request has no effect, or a clone would have settings with secrets.
     """
     name = request.trial
     if name not in state.names:
@@ -107,9 +122,14 @@ def apply_request(state: SweepState, request: SweepRequest) -> tuple[SweepState,
         if record.standing == "active":
             raise ConfigError(f"{name} is active already")
         return state.with_standing(name, "active"), f"{name}: continues"
-    clone = SweepTrial(
-        name=clone_name(state, name), overrides={**record.trial.overrides, **request.overrides}, parent=name
-    )
+    overrides = {**record.trial.overrides, **request.overrides}
+    remember_secrets(overrides)
+    if hidden := hidden_settings(redact(overrides)):
+        raise ConfigError(
+            f"a clone cannot have settings with secrets, which are not recorded ({', '.join(hidden)}); add a trial to "
+            "another sweep file, or set them for all trials on the command line"
+        )
+    clone = SweepTrial(name=clone_name(state, name), overrides=overrides, parent=name)
     return state.with_record(TrialRecord(trial=clone)), f"{name}: cloned as {clone.name} with {clone.text}"
 
 

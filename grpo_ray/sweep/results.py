@@ -37,7 +37,7 @@ class TrialResult:
     paired: PairedComparison | None = None
     """From this trial to the best one, problem by problem; None for the best trial, or without records."""
     p_value: float | None = None
-    """Of `paired`, corrected for the number of comparisons (`holm`)."""
+    """Of `paired`, corrected for the choice of the best trial (`holm` with `count_pairs`)."""
 
 
 def rank_trials(
@@ -73,7 +73,8 @@ def compare_with_best(results: Sequence[TrialResult], configs: Mapping[str, Conf
         for each in results[1:]
         if each.checkpoint is not None
     }
-    corrected = holm({name: pair.p_value for name, pair in pairs.items() if pair is not None})
+    p_values = {name: pair.p_value for name, pair in pairs.items() if pair is not None}
+    corrected = holm(p_values, count_pairs(results))
     return [
         TrialResult(
             name=each.name,
@@ -88,12 +89,26 @@ def compare_with_best(results: Sequence[TrialResult], configs: Mapping[str, Conf
     ]
 
 
-def holm(p_values: Mapping[str, float]) -> dict[str, float]:
-    """Correct the p-values of several comparisons (Holm, Scandinavian Journal of Statistics 6, 1979)."""
+def count_pairs(results: Sequence[TrialResult]) -> int:
+    """Return the number of pairs of measured trials, K(K-1)/2.
+
+    The best trial was chosen on the same problems that it is compared on, so that each pair might have been compared.
+    """
+    return math.comb(sum(each.checkpoint is not None for each in results), 2)
+
+
+def holm(p_values: Mapping[str, float], comparisons: int) -> dict[str, float]:
+    """Correct p-values for a number of comparisons (Holm, Scandinavian Journal of Statistics 6, 1979).
+
+    Args:
+        p_values: those of some or all of the comparisons. The others count as larger, so that the result is at least
+            that of Holm's procedure with all of them.
+        comparisons: number of all comparisons.
+    """
     corrected: dict[str, float] = {}
     largest = 0.0
     for number, name in enumerate(sorted(p_values, key=lambda name: p_values[name])):
-        largest = max(largest, min(1.0, (len(p_values) - number) * p_values[name]))
+        largest = max(largest, min(1.0, (comparisons - number) * p_values[name]))
         corrected[name] = largest
     return corrected
 

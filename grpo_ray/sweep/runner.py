@@ -16,6 +16,7 @@ from grpo_ray.config.schema import Config
 from grpo_ray.config.sweep_file import SweepConfig, load_sweep
 from grpo_ray.driver.cluster.connection import ClusterWatch, connect, require_resources, run_resources
 from grpo_ray.driver.cluster.warm_start import end_warm_start
+from grpo_ray.driver.summary import PAUSED
 from grpo_ray.errors import ConfigError, GrpoRayError, TakenRunError, TrainingError
 from grpo_ray.resilience.error_triage import describe_worker_error
 from grpo_ray.resilience.hangup import survives_hangup
@@ -27,11 +28,11 @@ from grpo_ray.storage.run_folder import RunFolder
 from grpo_ray.sweep import requests as user_requests
 from grpo_ray.sweep.board import SweepBoard, TrialActivity
 from grpo_ray.sweep.halving import choose
-from grpo_ray.sweep.results import TrialResult, rank_trials, write_page, write_results
+from grpo_ray.sweep.results import TrialResult, count_pairs, rank_trials, write_page, write_results
 from grpo_ray.sweep.schedule import TrialLaunch, TrialProgress, is_due, next_rung, plan_launches
-from grpo_ray.sweep.state import RungDecision, SweepState, TrialRecord, begin_state
+from grpo_ray.sweep.state import RungDecision, SweepState, TrialRecord, begin_state, require_no_run
 from grpo_ray.sweep.table import SweepScreen, TableRow
-from grpo_ray.sweep.trial_process import STOPPED, start_driver
+from grpo_ray.sweep.trial_process import STOPPED, on_this_node, start_driver
 from grpo_ray.sweep.trials import TrialConfigs, list_trials
 
 POLL_SECONDS = 0.5
@@ -58,6 +59,11 @@ class SweepSummary:
     stopped: str | None
     """Name of the signal that stopped the sweep; None if it has ended by itself."""
 
+    @property
+    def comparisons(self) -> int:
+        """Number of comparisons that the p-values are corrected for."""
+        return count_pairs(self.results)
+
 
 @dataclass
 class _Running:
@@ -81,6 +87,8 @@ class _TrialFacts:
     retry_at: float = 0.0
     """Time of the monotonic clock before which the trial is not launched."""
     lost_drivers: int = 0
+    measured_at: int | None = None
+    """Step after which the trial was launched once more to be measured; a value that is still missing stays unknown."""
 
 
 @dataclass
@@ -132,6 +140,7 @@ def run_sweep(path: str, overrides: Sequence[str] = ()) -> SweepSummary:
     metric = None if sweep.rungs is None else sweep.rungs.metric
     configs = TrialConfigs(sweep.base, overrides, sweep.name, metric)
     folder = RunFolder(*configs.folder, configs.base.run.storage_retry_seconds)
+    require_no_run(folder)
     with survives_hangup(), SweepScreen() as screen, _lease(folder, screen.notice) as lease:
         state = begin_state(folder, list_trials(sweep))
         runner = SweepRunner(sweep, configs, folder, lease, state, screen)
@@ -170,7 +179,8 @@ class SweepRunner:
         self.state = state
         self.metric = configs.base.ranking_metric
         self._configs: dict[str, Config] = {}
-        """Trial -> its config without pauses."""
+        """Trial -> its config without pauses; an invalid clone has none."""
+        self._checked_rewards: set[str] = set()
         self._facts: dict[str, _TrialFacts] = {}
         self._running: dict[str, _Running] = {}
         self._stop = SweepStop()
@@ -184,27 +194,40 @@ class SweepRunner:
         """Time of the monotonic clock until which a driver that has ended by an error may leave resources behind."""
 
     def check(self) -> None:
-        """Check the config of every trial before anything starts. Raises GrpoRayError."""
-        from grpo_ray.rewards.registry import load_rewards
-
+        """Check the config of every trial before anything starts; an invalid clone fails. Raises GrpoRayError."""
         rungs = self.sweep.rungs.steps if self.sweep.rungs is not None else ()
-        checked = set()
         for record in self.state.records:
-            config = self._config(record)
-            for step in (*rungs, *((self.sweep.turns,) if self.sweep.turns else ())):
-                try:  # a step may be in the middle of a generation batch
-                    replace(config, run=replace(config.run, pause_at=step))
-                except ConfigError as error:
-                    message = f"{error}".replace("run.pause_at", "rungs.steps" if step in rungs else "turns")
-                    raise ConfigError(f"{record.trial.name}: {message}") from None
-            if repr(config.rewards) not in checked:
-                checked.add(repr(config.rewards))
-                load_rewards(config.rewards)
+            try:
+                self._check_trial(record)
+            except GrpoRayError as error:
+                name, reason = record.trial.name, _first_line(error).removeprefix(f"{record.trial.name}: ")
+                if record.trial.parent is None:
+                    raise
+                if record.standing == "active":
+                    self.state = self.state.with_standing(name, "failed", reason)
+                self.screen.notice(f"{name} takes no part: {reason}")
         if rungs and rungs[0] >= max(config.grpo.max_steps for config in self._configs.values()):
             raise ConfigError(
                 f"rungs.steps={list(rungs)}: no trial is compared, since grpo.max_steps is not above them; set smaller "
                 "ones"
             )
+
+    def _check_trial(self, record: TrialRecord) -> None:
+        """Check the config of a trial, its pauses and its rewards, and keep it. Raises GrpoRayError."""
+        from grpo_ray.rewards.registry import load_rewards
+
+        rungs = self.sweep.rungs.steps if self.sweep.rungs is not None else ()
+        config = self.configs.config_of(record.trial)
+        for step in (*rungs, *((self.sweep.turns,) if self.sweep.turns else ())):
+            try:  # a step may be in the middle of a generation batch
+                replace(config, run=replace(config.run, pause_at=step))
+            except ConfigError as error:
+                message = f"{error}".replace("run.pause_at", "rungs.steps" if step in rungs else "turns")
+                raise ConfigError(f"{record.trial.name}: {message}") from None
+        if repr(config.rewards) not in self._checked_rewards:
+            load_rewards(config.rewards)
+            self._checked_rewards.add(repr(config.rewards))
+        self._configs[record.trial.name] = config
 
     def run(self) -> SweepSummary:
         """Run the loop until no trial has steps left, or until a signal stops the sweep."""
@@ -241,21 +264,18 @@ class SweepRunner:
             end_warm_start()
         free = ray.available_resources()
         self._capacity = {name: free.get(name, 0.0) for name in ("CPU", "GPU")}
-        self._board = ray.remote(num_cpus=0)(SweepBoard).remote()
+        self._board = ray.remote(num_cpus=0, scheduling_strategy=on_this_node())(SweepBoard).remote()
 
     def _set_lost(self, process: str) -> None:
         self._lost = process
 
-    def _config(self, record: TrialRecord) -> Config:
-        """Return the config of a trial without pauses; it is built once. Raises ConfigError."""
-        name = record.trial.name
-        if name not in self._configs:
-            self._configs[name] = self.configs.config_of(record.trial)
-        return self._configs[name]
+    def _config_or_base(self, name: str) -> Config:
+        """Return the config of a trial to show its results; an invalid clone is shown with the base config."""
+        return self._configs.get(name, self.configs.base)
 
     def _launch_config(self, record: TrialRecord, pause_at: int | None) -> Config:
         """Return the config of a trial's next launch; a clone begins with a checkpoint of its parent."""
-        config = self._config(record)
+        config = self._configs[record.trial.name]
         start = config.run.from_checkpoint
         if record.started_from is not None:
             start = self._trial_folder(record.trial.parent or "").address_of(record.started_from)
@@ -285,6 +305,8 @@ class SweepRunner:
                 step=self._facts[name].step,
                 max_steps=self._configs[name].grpo.max_steps,
                 is_running=name in self._running,
+                is_unmeasured=self._facts[name].value is None
+                and self._facts[name].measured_at != self._facts[name].step,
             )
             for name in (each.trial.name for each in self.state.active)
         ]
@@ -397,11 +419,9 @@ class SweepRunner:
 
     def _take_in(self, name: str, running: _Running) -> None:
         """Take in the end of one driver."""
-        facts, reason, may_return = self._facts[name], None, False
+        reason, may_return = None, False
         try:
-            stopped = ray.get(running.summary)["stopped"]
-            if stopped not in (None, STOPPED, "run.pause_at"):
-                reason = f"stopped by {stopped}"  # a warning of `run.stop_on`
+            reason, may_return = reason_of_stop(ray.get(running.summary)["stopped"])
         except TakenRunError as error:  # the driver of a sweep that was killed is about to end
             reason, may_return = _first_line(error), True
         except GrpoRayError as error:
@@ -413,11 +433,24 @@ class SweepRunner:
         except Exception as error:  # Ray raises the driver's own error, of any class
             reason = describe_worker_error(error)
         ray.kill(running.actor)
+        self._settle(name, running, reason, may_return)
+
+    def _settle(self, name: str, running: _Running, reason: str | None, may_return: bool) -> None:
+        """Decide about a trial whose driver has ended.
+
+        Args:
+            reason: None if the driver has ended as it should.
+            may_return: with such a reason the trial may be launched again.
+        """
         self._refresh(name)
+        facts = self._facts[name]
         if reason is not None:
             self._orphans_until = time.monotonic() + ORPHAN_SECONDS
         if reason is None and facts.step == running.since and self.state.record(name).standing == "active":
-            reason, may_return = "its driver has ended without a step", True
+            if facts.step == running.config.run.pause_at:  # the launch was for the measurement only
+                facts.measured_at = facts.step
+            else:
+                reason, may_return = "its driver has ended without a step", True
         if reason is None:
             return
         facts.lost_drivers = 0 if facts.step > running.since else facts.lost_drivers + 1
@@ -449,9 +482,9 @@ class SweepRunner:
         try:
             changed, line = user_requests.apply_request(state, request)
             for record in changed.records:
-                if record.trial.name not in state.names:
-                    self._config(record)  # refuses settings of a clone that are invalid
-        except ConfigError as error:
+                if record.trial.name not in self._configs and record.standing == "active":
+                    self._check_trial(record)  # refuses a clone with invalid settings, and to resume one
+        except GrpoRayError as error:
             changed, line = state, f"{request.action} {request.trial}: {error}"
         self._write(changed)
         for record in changed.records:
@@ -479,7 +512,7 @@ class SweepRunner:
             name, facts = record.trial.name, self._facts[record.trial.name]
             activity = self._activities.get(name, TrialActivity())
             is_running = name in self._running
-            max_steps = self._configs[name].grpo.max_steps
+            max_steps = self._config_or_base(name).grpo.max_steps
             standing: str = record.standing if record.standing != "active" else "waiting"
             if is_running:
                 standing = "running" if record.standing == "active" else "stopping"
@@ -513,7 +546,7 @@ class SweepRunner:
     def _finish(self) -> SweepSummary:
         """Rank the trials, and write the result and the page."""
         folders = {name: self._trial_folder(name) for name in self.state.names}
-        results = rank_trials(self.state, self._configs, folders)
+        results = rank_trials(self.state, {name: self._config_or_base(name) for name in self.state.names}, folders)
         self.lease.confirm()
         write_results(self.folder, results, self.state)
         page = write_page(self.folder, results, folders)
@@ -524,6 +557,18 @@ class SweepRunner:
             page=page,
             stopped=self._stop.received,
         )
+
+
+def reason_of_stop(stopped: str | None) -> tuple[str | None, bool]:
+    """Return the reason why a run has ended before the step of its launch, and True if it may be launched again.
+
+    Args:
+        stopped: `RunSummary.stopped`.
+    """
+    if stopped in (None, STOPPED, PAUSED):
+        return None, False
+    # A signal to the driver itself is as good as its death; a warning of `run.stop_on` is meant.
+    return f"stopped by {stopped}", stopped in signal.Signals.__members__
 
 
 def _first_line(error: GrpoRayError) -> str:

@@ -17,11 +17,22 @@ class TrialProgress:
     """Steps taken and saved."""
     max_steps: int
     is_running: bool = False
+    is_unmeasured: bool = False
+    """True if the latest checkpoint has no value of the metric that trials are compared by, and was not launched to be
+    measured: a stop has saved it without measuring."""
 
     @property
     def is_finished(self) -> bool:
         """True if the trial has taken all of its steps."""
         return self.step >= self.max_steps
+
+    def has_reached(self, rung: int) -> bool:
+        """Return True if the trial can be compared at a rung: it has taken its steps, and is measured there."""
+        return self.step >= min(rung, self.max_steps) and not self.needs_measurement(rung)
+
+    def needs_measurement(self, rung: int | None) -> bool:
+        """Return True if the trial is to be launched for the measurement at a rung only."""
+        return self.is_unmeasured and self.step == rung and not self.is_finished
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +41,7 @@ class TrialLaunch:
 
     name: str
     pause_at: int | None
-    """Step at which the launch ends; None: the trial's last one."""
+    """Step at which the launch ends; None: the trial's last one. A launch that begins there measures the checkpoint."""
 
 
 def next_rung(rungs: Sequence[int], decided: Sequence[int]) -> int | None:
@@ -48,7 +59,7 @@ def is_due(rung: int | None, trials: Sequence[TrialProgress]) -> bool:
     """Return True if all active trials wait at a rung, or have ended before it, and some have steps left."""
     if rung is None or not trials:
         return False
-    waits = all(not each.is_running and each.step >= min(rung, each.max_steps) for each in trials)
+    waits = all(not each.is_running and each.has_reached(rung) for each in trials)
     return waits and any(not each.is_finished for each in trials)
 
 
@@ -68,7 +79,11 @@ def plan_launches(
         turn: steps of a turn (`turns`); None for no turns.
         free: number of trials that may be launched; None for no limit.
     """
-    waiting = [each for each in trials if not each.is_running and each.step < goal_of(each, rung)]
+    waiting = [
+        each
+        for each in trials
+        if not each.is_running and (each.step < goal_of(each, rung) or each.needs_measurement(rung))
+    ]
     waiting.sort(key=lambda each: each.step)  # stable
     first = waiting if free is None else waiting[:free]
     # Without a trial that waits for its turn, pauses would only cost time.

@@ -10,9 +10,11 @@ from typing import ClassVar, Literal
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
+from grpo_ray.config.sources import CHECKPOINT_PREFIX
 from grpo_ray.errors import ConfigError, DamagedFileError
 from grpo_ray.storage.run_folder import RECORD_BYTES, RunFolder
 from grpo_ray.sweep.trials import SweepTrial
+from grpo_ray.text.redaction import redact, remember_secrets
 
 FILE = "sweep.json"
 KEPT_REQUESTS = 1000
@@ -119,25 +121,36 @@ def read_state(folder: RunFolder) -> SweepState | None:
     return state
 
 
+def require_no_run(folder: RunFolder) -> None:
+    """Raise ConfigError if the folder of a sweep is that of a run."""
+    if not folder.exists(FILE) and (folder.exists("config.yaml") or folder.list_folders(CHECKPOINT_PREFIX)):
+        raise ConfigError(f"{folder.uri} is the folder of a run; set another `name` in the sweep file")
+
+
 def begin_state(folder: RunFolder, trials: Sequence[SweepTrial]) -> SweepState:
     """Return the recorded state of a sweep, or that of a new one.
 
-    A failed trial becomes active again: the cause may have been removed.
+    A failed trial becomes active again: the cause may have been removed. The record has no secrets, so the settings of
+    the given trials are taken.
 
     Raises:
         ConfigError: the sweep in this folder has other trials.
         DamagedFileError: the record cannot be read.
     """
+    for trial in trials:
+        remember_secrets(trial.overrides)
     state = read_state(folder)
     if state is None:
         return SweepState(records=tuple(TrialRecord(trial=trial) for trial in trials))
     own = {each.trial.name: dict(each.trial.overrides) for each in state.records if each.trial.parent is None}
-    given = {trial.name: dict(trial.overrides) for trial in trials}
+    given = {trial.name: redact(dict(trial.overrides)) for trial in trials}
     if changed := sorted(name for name in own.keys() | given.keys() if own.get(name) != given.get(name)):
         raise ConfigError(
             f"the sweep {folder.uri} was begun with other trials: {', '.join(changed)} differ; restore the sweep file, "
             "or set another `name` in it"
         )
+    for trial in trials:
+        state = state.with_record(replace(state.record(trial.name), trial=trial))
     for record in state.records:
         if record.standing == "failed":
             state = state.with_standing(record.trial.name, "active")

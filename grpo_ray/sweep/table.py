@@ -118,7 +118,7 @@ def print_results(summary: "SweepSummary", console: Console | None = None) -> No
             "-" if result.p_value is None else f"{result.p_value:.2g}",
         )
     console.print(table)
-    lines = [f"p: exact paired test on the held-out problems, corrected for {len(summary.results) - 1} comparisons"]
+    lines = [f"p: exact paired test on the held-out problems, corrected for {summary.comparisons} pairs of trials"]
     best = summary.results[0] if summary.results else None
     if best is not None and best.checkpoint is not None:
         lines.append(f"best trial       {best.name}  {summary.records[best.name].trial.text}")

@@ -116,17 +116,21 @@ class TrialDriver:
             return asdict(run.finish())
 
 
+def on_this_node() -> NodeAffinitySchedulingStrategy:
+    """Return the placement on the sweep's own node: a node that is lost must not end the sweep."""
+    return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+
+
 def start_driver(config: Config, trial: str, board: Any, shown: tuple[str, ...]) -> tuple[Any, Any]:
     """Start the driver of a trial on this node.
 
     Returns:
         Handle of the actor, and the reference of its summary.
     """
-    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     actor = ray.remote(
         num_cpus=0,
         max_restarts=0,
-        scheduling_strategy=here,
+        scheduling_strategy=on_this_node(),
         # The environment of train workers: such a process is forked with all libraries imported.
         runtime_env={"env_vars": worker_environment(config, threads_per_worker(config))},
     )(TrialDriver).remote(board, trial, shown)

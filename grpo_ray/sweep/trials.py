@@ -11,6 +11,10 @@ from grpo_ray.config.loader import load_config
 from grpo_ray.config.schema import Config
 from grpo_ray.config.sweep_file import SET_BY_SWEEP, TRIAL_NAME, DrawConfig, SweepConfig
 from grpo_ray.errors import ConfigError
+from grpo_ray.storage.uris import join_path
+
+RESERVED_NAMES = ("driver", "requests", "sweep.json", "summary.json", "report.html")
+"""Entries of the sweep's own folder, beside those of its trials."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,11 +42,17 @@ def format_value(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
+def to_yaml(value: Any) -> str:
+    """Format the value of an override as JSON that is YAML too: of other characters than ASCII's, the two differ."""
+    text = json.dumps(value, ensure_ascii=False)
+    return "".join(each if " " <= each <= "~" else f"\\U{ord(each):08x}" for each in text)
+
+
 def list_trials(sweep: SweepConfig) -> list[SweepTrial]:
     """Return the trials of a sweep file, in order: a grid, a list, or random draws.
 
     Raises:
-        ConfigError: two trials have one name.
+        ConfigError: two trials have one name, or one has none or that of a file or folder of the sweep.
     """
     entries: list[dict[str, Any]]
     if sweep.vary is not None:
@@ -54,7 +64,12 @@ def list_trials(sweep: SweepConfig) -> list[SweepTrial]:
     width = max(2, len(str(len(entries))))
     trials: list[SweepTrial] = []
     for number, entry in enumerate(entries, 1):
-        name = str(entry.pop(TRIAL_NAME, f"trial-{number:0{width}d}"))
+        given = entry.pop(TRIAL_NAME, f"trial-{number:0{width}d}")
+        if given is None:
+            raise ConfigError(f"trials: the name of entry {number} is null; set one, or leave `name` out")
+        name = str(given)
+        if name in RESERVED_NAMES:
+            raise ConfigError(f"a trial cannot be named {name}, as the sweep's own folder has it; set another name")
         if any(name == other.name for other in trials):
             raise ConfigError(f"two trials are named {name}; set another name")
         trials.append(SweepTrial(name=name, overrides=entry))
@@ -125,16 +140,16 @@ class TrialConfigs:
         """
         storage_path, name = self.folder
         if mistakes := [key for key in trial.overrides if key in SET_BY_SWEEP]:
-            raise ConfigError(f"{trial.name}: trials cannot vary {mistakes[0]}; {SET_BY_SWEEP[mistakes[0]]} sets it")
+            raise ConfigError(f"{trial.name}: trials cannot vary {mistakes[0]}; {SET_BY_SWEEP[mistakes[0]]}")
         own = {
             **trial.overrides,
             "run.name": trial.name,
-            "run.storage_path": f"{storage_path.rstrip('/')}/{name}",
+            "run.storage_path": join_path(storage_path, name),
             "run.group": name,
             "run.pause_at": None,
         }
         try:
-            return self._load([f"{key}={json.dumps(value)}" for key, value in own.items()])
+            return self._load([f"{key}={to_yaml(value)}" for key, value in own.items()])
         except ConfigError as error:
             raise ConfigError("\n".join(f"{trial.name}: {line}" for line in str(error).splitlines())) from None
 

@@ -1,5 +1,6 @@
 """Tests of the order in which trials are launched: rungs, turns, free places."""
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -40,6 +41,20 @@ def test_next_rung_follows_the_last_decision() -> None:
 def test_comparison_is_due_once_all_trials_wait(steps: tuple[int, ...], running: str, due: bool) -> None:
     assert is_due(4, trials(*steps, running=running)) is due
     assert not is_due(None, trials(*steps, running=running))
+
+
+def test_trial_without_a_value_at_a_rung_is_launched_for_its_measurement() -> None:
+    a, b = trials(4, 4)
+    unmeasured = [dataclasses.replace(a, is_unmeasured=True), b]
+    assert planned(unmeasured, 4, None, None) == {"a": 4}
+    assert planned(unmeasured, 4, 3, 1) == {"a": 4}
+    assert not is_due(4, unmeasured)
+    running = [dataclasses.replace(unmeasured[0], is_running=True), b]
+    assert planned(running, 4, None, None) == {} and not is_due(4, running)
+    # Elsewhere than at the rung it is measured after its next steps, and at its end nothing is left to save.
+    assert planned(unmeasured, 6, None, None) == {"a": 6, "b": 6}
+    ended = [TrialProgress(name="a", step=4, max_steps=4, is_unmeasured=True), b]
+    assert planned(ended, 4, None, None) == {} and is_due(4, ended)
 
 
 def test_shorter_trial_waits_at_its_own_end() -> None:

@@ -111,3 +111,54 @@ def test_words_of_a_request_are_parsed() -> None:
         parse_request("stop", [])
     with pytest.raises(ConfigError, match=r"sweep stop changes no settings; leave run\.seed=1 out"):
         parse_request("stop", ["b", "run.seed=1"])
+
+
+SECRETS = ["s3cr3t-of-the-first-judge", "s3cr3t-of-the-second-judge"]
+
+
+def test_trials_that_vary_a_secret_continue_with_it(folder: RunFolder) -> None:
+    trials = [SweepTrial(name=f"t{key[-7]}", overrides={"judge.api_key": key}) for key in SECRETS]
+    begin_state(folder, trials).write(folder)
+    assert not any(secret in folder.read_text("sweep.json") for secret in SECRETS)
+    state = begin_state(folder, trials)
+    assert [record.trial for record in state.records] == trials
+
+
+def test_clone_with_a_secret_is_refused(folder: RunFolder) -> None:
+    trials = [SweepTrial(name="a", overrides={"judge.api_key": SECRETS[0]}), SweepTrial(name="b", overrides={})]
+    line = r"^a clone cannot have settings with secrets, which are not recorded \(judge\.api_key\); add"
+    state = begin_state(folder, trials)
+    state.write(folder)
+    recorded = read_state(folder)
+    assert recorded is not None  # that of the command, without secrets
+    for each in (state, recorded):
+        with pytest.raises(ConfigError, match=line):
+            apply_request(each, SweepRequest(action="clone", trial="a"))
+        with pytest.raises(ConfigError, match=line):
+            apply_request(each, SweepRequest(action="clone", trial="b", overrides={"judge.api_key": SECRETS[1]}))
+
+
+def test_request_below_the_folder_of_requests_is_none(folder: RunFolder) -> None:
+    request = write_request(folder, SweepRequest(action="stop", trial="a"))
+    folder.write_text("{}", "requests", "checkpoint-000001", "manifest.json")
+    assert [request_id for request_id, _ in read_requests(folder)] == [request]
+
+
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        ("grpo.learning_rat", "unknown key grpo.learning_rat; did you mean grpo.learning_rate?"),
+        ("seed", "unknown key seed; did you mean run.seed?"),
+        ("data.sets.own", "unknown key data.sets.own"),
+        ("run.resume", "trials cannot vary run.resume; a trial always continues from its latest checkpoint"),
+    ],
+)
+def test_key_that_a_clone_cannot_set_is_refused_at_once(key: str, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        parse_request("clone", ["b", f"{key}=1"])
+    assert str(error.value).startswith(message)
+
+
+@pytest.mark.parametrize("key", ["grpo.learning_rate", "grpo.beta", "grpo.weight_decay", "model.lora.rank", "run.seed"])
+def test_key_of_the_config_may_be_set_by_a_clone(key: str) -> None:
+    assert list(parse_request("clone", ["b", f"{key}=1"]).overrides) == [key]

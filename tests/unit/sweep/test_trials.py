@@ -85,7 +85,8 @@ def test_metric_of_the_rungs_ranks_the_checkpoints_of_every_trial() -> None:
 def test_example_has_four_trials(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     sweep = load_sweep("jobs/sweeps/arithmetic.yaml")
-    configs = TrialConfigs(sweep.base, [], sweep.name or "")
+    assert sweep.name == "arithmetic-rates"  # not the folder of the base config's run
+    configs = TrialConfigs(sweep.base, [], sweep.name)
     found = [configs.config_of(trial) for trial in list_trials(sweep)]
     assert [config.grpo.learning_rate for config in found] == [1e-4, 3e-4, 1e-3, 3e-3]
     assert sweep.rungs is not None and sweep.rungs.steps[-1] < found[0].grpo.max_steps
@@ -106,3 +107,32 @@ def test_mistake_of_a_trial_names_it() -> None:
         configs.config_of(SweepTrial(name="trial-02", overrides={"grpo.learning_rate": -1}))
     with pytest.raises(ConfigError, match=r"^trial-02-clone-1: trials cannot vary run\.name"):
         configs.config_of(SweepTrial(name="trial-02-clone-1", overrides={"run.name": "x"}))
+    with pytest.raises(ConfigError, match=r"^x: trials cannot vary run\.resume; a trial always continues from its lat"):
+        configs.config_of(SweepTrial(name="x", overrides={"run.resume": "never"}))
+
+
+@pytest.mark.parametrize("text", ["😀 #1", "é\u2028\x7f", 'a "quoted" \\ud83d', "plain"])
+def test_text_of_an_override_is_taken_as_it_is(text: str) -> None:
+    configs = TrialConfigs(None, [], "rates")
+    config = configs.config_of(SweepTrial(name="a", overrides={"data.system_prompt": text}))
+    assert config.data.system_prompt == text
+
+
+def test_query_of_a_storage_uri_stays_at_its_end() -> None:
+    configs = TrialConfigs(None, ["run.storage_path=s3://bucket/runs?endpoint_override=localhost:9000"], "rates")
+    config = configs.config_of(SweepTrial(name="a", overrides={}))
+    assert config.run.storage_path == "s3://bucket/runs/rates?endpoint_override=localhost:9000"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("requests", "a trial cannot be named requests, as the sweep's own folder has it"),
+        ("driver", "a trial cannot be named driver"),
+        (None, "trials: the name of entry 2 is null; set one, or leave `name` out"),
+    ],
+)
+def test_name_that_a_trial_cannot_have_is_refused(name: str | None, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        list_trials(sweep(trials=[{"run.seed": 1}, {"name": name, "run.seed": 2}]))
+    assert str(error.value).startswith(message)

@@ -1,0 +1,216 @@
+"""Tests of decisions of a sweep that need no cluster: invalid clones, ends of drivers, measurements at a rung."""
+
+import io
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from grpo_ray.config.fields import type_adapter
+from grpo_ray.config.sweep_file import SweepConfig
+from grpo_ray.errors import ConfigError
+from grpo_ray.storage.run_folder import RunFolder
+from grpo_ray.sweep import runner as module
+from grpo_ray.sweep.requests import SweepRequest, read_requests, write_request
+from grpo_ray.sweep.runner import SweepRunner, reason_of_stop, run_sweep
+from grpo_ray.sweep.state import SweepState, TrialRecord, begin_state
+from grpo_ray.sweep.table import SweepScreen
+from grpo_ray.sweep.trial_process import STOPPED
+from grpo_ray.sweep.trials import SweepTrial, TrialConfigs, list_trials
+
+METRIC = "heldout/low"
+
+
+class Lease:
+    """Lease that nobody else takes."""
+
+    def confirm(self) -> None:
+        pass
+
+
+class Screen(SweepScreen):
+    """Screen that keeps its lines."""
+
+    def __init__(self) -> None:
+        super().__init__(Console(file=io.StringIO(), width=300))
+        self.lines: list[str] = []
+
+    def notice(self, text: str) -> None:
+        self.lines.append(text)
+
+
+class Run:
+    """Runs of a sweep's trials as they are on the disk, and results of drivers."""
+
+    def __init__(self) -> None:
+        self.stored: dict[str, tuple[int, float | None]] = {}
+        """Trial -> step of its latest checkpoint, and the value of the metric."""
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
+    """Give each trial the checkpoint of `Run.stored`; no driver is started."""
+    runs = Run()
+
+    def list_checkpoints(folder: RunFolder) -> list[Any]:
+        if folder.name not in runs.stored:
+            return []
+        step, value = runs.stored[folder.name]
+        return [SimpleNamespace(step=step, metrics={} if value is None else {METRIC: value})]
+
+    monkeypatch.setattr(module.checkpoints, "list_checkpoints", list_checkpoints)
+    yield runs
+
+
+def begin(folder: Path, state: SweepState | None = None, **sweep: Any) -> SweepRunner:
+    """Return the runner of a sweep of two trials, a and b, with 8 steps each."""
+    fields = {"name": "rates", "trials": [{"name": "a"}, {"name": "b"}], **sweep}
+    config: SweepConfig = type_adapter(SweepConfig).validate_python(fields)
+    settings = [f"run.storage_path={folder}", "grpo.max_steps=8", "grpo.save_steps=4"]
+    configs = TrialConfigs(None, settings, "rates", METRIC)
+    own = RunFolder(*configs.folder)
+    lease: Any = Lease()
+    return SweepRunner(config, configs, own, lease, state or begin_state(own, list_trials(config)), Screen())
+
+
+def lines_of(runner: SweepRunner) -> list[str]:
+    assert isinstance(runner.screen, Screen)
+    return runner.screen.lines
+
+
+def refresh(runner: SweepRunner) -> None:
+    runner.check()
+    for name in runner.state.names:
+        runner._refresh(name)
+
+
+def standings(runner: SweepRunner) -> dict[str, str]:
+    return {record.trial.name: record.standing for record in runner.state.records}
+
+
+def end_driver(runner: SweepRunner, name: str, pause_at: int | None, stopped: str | None) -> None:
+    """Let a driver return that was launched at the trial's current step."""
+    config = runner._launch_config(runner.state.record(name), pause_at)
+    running = module._Running(None, None, config, runner._facts[name].step)
+    runner._settle(name, running, *reason_of_stop(stopped))
+
+
+STEPS_OF_A_BATCH = {"grpo.steps_per_generation": 2}
+"""Setting that is valid with 8 steps, a checkpoint every 4, and not with a rung at step 3."""
+
+
+def test_clone_that_does_not_fit_the_rungs_is_refused_with_a_line(tmp_path: Path) -> None:
+    runner = begin(tmp_path, rungs={"steps": [3]})
+    runner.check()
+    write_request(runner.folder, SweepRequest(action="clone", trial="a", overrides=STEPS_OF_A_BATCH))
+    runner._carry_out_requests()
+    (line,) = lines_of(runner)
+    assert line.startswith("clone a: a-clone-1: rungs.steps=3 must be a multiple of grpo.steps_per_generation=2")
+    assert standings(runner) == {"a": "active", "b": "active"}
+    assert read_requests(runner.folder) == []
+    # The next one has the same name, and its own settings.
+    write_request(runner.folder, SweepRequest(action="clone", trial="a", overrides={"run.seed": 7}))
+    runner._carry_out_requests()
+    assert standings(runner) == {"a": "active", "b": "active", "a-clone-1": "active"}
+    assert runner._configs["a-clone-1"].run.seed == 7
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reason"),
+    [
+        (STEPS_OF_A_BATCH, "rungs.steps=3 must be a multiple of"),
+        ({"grpo.learning_rate": -1}, "grpo.learning_rate=-1 must be"),
+        ({"rewards.functions": ["no_such_module:reward"]}, "no_such_module"),
+    ],
+)
+def test_recorded_clone_that_is_invalid_now_fails_alone(
+    tmp_path: Path, runs: Run, overrides: dict[str, Any], reason: str
+) -> None:
+    state = begin_state(RunFolder(str(tmp_path), "rates"), [SweepTrial(name=name, overrides={}) for name in "ab"])
+    clone = SweepTrial(name="a-clone-1", overrides=overrides, parent="a")
+    runner = begin(tmp_path, state.with_record(TrialRecord(trial=clone)), rungs={"steps": [3]})
+    refresh(runner)
+    runner._write(runner.state)
+    assert standings(runner) == {"a": "active", "b": "active", "a-clone-1": "failed"}
+    assert reason in runner.state.record("a-clone-1").reason
+    assert lines_of(runner)[0].startswith("a-clone-1 takes no part: ")
+    assert [row.standing for row in runner._rows()] == ["waiting", "waiting", "failed"]
+    # It cannot be resumed either.
+    write_request(runner.folder, SweepRequest(action="resume", trial="a-clone-1"))
+    runner._carry_out_requests()
+    assert "resume a-clone-1: " in lines_of(runner)[-1] and reason in lines_of(runner)[-1]
+    assert standings(runner)["a-clone-1"] == "failed"
+    assert runner._finish().records["a-clone-1"].standing == "failed"
+
+
+def test_invalid_trial_of_the_file_is_refused(tmp_path: Path) -> None:
+    runner = begin(tmp_path, trials=[{"name": "a"}, {"name": "b", **STEPS_OF_A_BATCH}], rungs={"steps": [3]})
+    with pytest.raises(ConfigError, match=r"^b: rungs\.steps=3 must be a multiple of"):
+        runner.check()
+
+
+def test_trial_that_a_stop_left_unmeasured_at_a_rung_is_launched_once_more(tmp_path: Path, runs: Run) -> None:
+    runner = begin(tmp_path, rungs={"steps": [4], "keep": 0.5})
+    runs.stored = {"a": (4, None), "b": (4, 0.25)}
+    refresh(runner)
+    (launch,) = module.plan_launches(runner._progress(), runner._rung, None, None)
+    assert (launch.name, launch.pause_at) == ("a", 4)
+    assert not module.is_due(runner._rung, runner._progress())
+    runs.stored["a"] = (4, 0.75)  # measured by that launch
+    end_driver(runner, "a", launch.pause_at, "run.pause_at")
+    assert lines_of(runner) == []
+    runner._compare()
+    assert standings(runner) == {"a": "active", "b": "dropped"}
+
+
+def test_value_that_stays_unknown_is_compared_as_such(tmp_path: Path, runs: Run) -> None:
+    runner = begin(tmp_path, rungs={"steps": [4], "keep": 0.5})
+    runs.stored = {"a": (4, None), "b": (4, 0.25)}
+    refresh(runner)
+    end_driver(runner, "a", 4, "run.pause_at")
+    assert standings(runner) == {"a": "active", "b": "active"} and lines_of(runner) == []
+    assert module.plan_launches(runner._progress(), runner._rung, None, None) == []
+    assert module.is_due(runner._rung, runner._progress())
+    runner._compare()
+    assert standings(runner) == {"a": "dropped", "b": "active"}
+
+
+def test_launch_that_stops_before_the_measurement_is_repeated(tmp_path: Path, runs: Run) -> None:
+    runner = begin(tmp_path, rungs={"steps": [4], "keep": 0.5})
+    runs.stored = {"a": (4, None), "b": (4, 0.25)}
+    refresh(runner)
+    runner._write(runner.state.with_standing("a", "stopped", "by the user"))
+    end_driver(runner, "a", 4, STOPPED)
+    runner._write(runner.state.with_standing("a", "active"))
+    assert [each.name for each in module.plan_launches(runner._progress(), runner._rung, None, None)] == ["a"]
+
+
+def test_driver_that_a_signal_has_stopped_is_launched_again(tmp_path: Path, runs: Run) -> None:
+    runner = begin(tmp_path)
+    runs.stored = {"a": (2, 0.5)}
+    refresh(runner)
+    runs.stored = {"a": (3, None)}
+    end_driver(runner, "a", None, "SIGTERM")
+    assert standings(runner)["a"] == "active" and runner._facts["a"].retry_at > 0
+    assert lines_of(runner) == ["a: stopped by SIGTERM; it is launched again from step 3"]
+    end_driver(runner, "b", None, "reward_stuck")  # a warning of `run.stop_on`
+    assert standings(runner)["b"] == "failed"
+
+
+def test_folder_of_a_run_is_refused_for_a_sweep(tmp_path: Path) -> None:
+    path = tmp_path / "rates.yaml"
+    path.write_text("vary: {run.seed: [1, 2]}\n")
+    folder = tmp_path / "rates"
+    for entry in ("config.yaml", "checkpoint-000004/manifest.json"):
+        (folder / entry).parent.mkdir(parents=True)
+        (folder / entry).write_text("{}")
+        with pytest.raises(ConfigError, match=rf"^{folder} is the folder of a run; set another `name` in the sweep"):
+            run_sweep(str(path), [f"run.storage_path={tmp_path}"])
+        assert sorted(str(each.relative_to(folder)) for each in folder.rglob("*") if each.is_file()) == [entry]
+        (folder / entry).unlink()
+        for each in sorted((each for each in folder.rglob("*")), reverse=True):
+            each.rmdir()
+        folder.rmdir()
