@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from failing_storage import wait_for
+from process_watch import descendants
 from several_nodes import several_nodes
 from small_runs import REFERENCE, FinishedRun, events_of, rows_of, same_weights, small_settings, weights_of
 from sweeps import standings, wait_for_free_cpus, write_sweep
@@ -26,6 +27,7 @@ from grpo_ray.storage.run_folder import RunFolder
 from grpo_ray.sweep.runner import run_sweep
 
 HELPERS = Path(__file__).parents[2] / "helpers"
+WORKER = "ray::RayTrainWorker"
 LONG = 900.0
 """Time limit for an event on a busy machine, seconds."""
 
@@ -166,36 +168,61 @@ def test_halved_sweep_of_two_rungs_and_turns_equals_runs_alone(
             assert launches(folder / trial)[:2] == [0, 1]  # turns
 
 
+def kill_one(sweep: subprocess.Popen[str], title: str, draw: random.Random, but: Collection[int] = ()) -> None:
+    """Kill one of a sweep's processes with this title, a drawn time after the first of them was there.
+
+    Args:
+        but: ids of processes that do not count.
+    """
+
+    def found() -> list[int]:
+        assert sweep.poll() is None, "the sweep has ended"
+        return sorted(pid for pid, name in descendants(sweep.pid) if name.startswith(title) and pid not in but)
+
+    def kill() -> bool:
+        processes = found()
+        with suppress(ProcessLookupError):  # it has just ended; the next one will do
+            if processes:
+                os.kill(draw.choice(processes), signal.SIGKILL)
+                return True
+        return False
+
+    wait_for(lambda: bool(found()), title, LONG)
+    time.sleep(draw.uniform(0, 6))
+    wait_for(kill, f"a living {title}", LONG)
+
+
 @pytest.mark.slow
 def test_sweep_killed_at_random_moments_continues(small_run: Callable[..., Any], policy: Path, tmp_path: Path) -> None:
-    """The sweep, the driver of a trial, or its workers are killed; the same command ends with the same decisions."""
+    """The sweep, then the driver of a trial, then a worker is killed; the decisions and the weights are the same."""
     trials = [{"name": "good"}, {"name": "ruined", "grpo.learning_rate": 0.03}]
-    settings = [*small_settings("base", tmp_path, policy), *SETTINGS]
-    path = write_sweep(tmp_path, settings, trials=trials, rungs={"steps": [3]}, parallel=2)
+    settings = [*SETTINGS, "grpo.max_steps=12", "heldout.score=correctness",
+                "rewards.functions=[correctness, 'reward_spies:vary', 'reward_spies:wait']"]  # fmt: skip
+    # Steps of two seconds: a process that is killed some seconds after its start is in the middle of its work.
+    slow, quick = (f"rewards.settings={{'reward_spies:wait': {{seconds: {seconds}}}}}" for seconds in (2, 0))
+    base = [*small_settings("base", tmp_path, policy), *settings, slow]
+    path = write_sweep(tmp_path, base, trials=trials, rungs={"steps": [3]}, parallel=2)
     folder, draw = tmp_path / "rates", random.Random(7)
-    for attempt in range(6):
-        sweep = start(path)
-        time.sleep(draw.uniform(8, 40))
-        if attempt % 2 == 0:
-            sweep.send_signal(signal.SIGKILL)
-            sweep.communicate()
-            continue
-        for holder in folder.glob("*/driver/holder.json"):
-            with suppress(OSError, ValueError, KeyError):
-                pid = json.loads(holder.read_text())["pid"]
-                if b"TrialDriver" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                    os.kill(pid, signal.SIGKILL)
-                    break
-        output, _ = sweep.communicate(timeout=LONG)
-        assert sweep.returncode == 0, output
-        break
-    output, _ = (sweep := start(path)).communicate(timeout=LONG)
+    sweep = start(path)
+    wait_for(has_steps(folder / "good", draw.randint(1, 3)), "a drawn step", LONG)
+    time.sleep(draw.uniform(0, 6))
+    sweep.send_signal(signal.SIGKILL)
+    output, _ = sweep.communicate(timeout=LONG)
+    assert sweep.returncode == -signal.SIGKILL, output
+
+    sweep = start(path)
+    wait_for(lambda: any(name.startswith(WORKER) for _, name in descendants(sweep.pid)), "a worker", LONG)
+    kill_one(sweep, "ray::TrialDriver", draw)
+    before = [pid for pid, name in descendants(sweep.pid) if name.startswith(WORKER)]
+    kill_one(sweep, WORKER, draw, but=before)  # of a later launch: those of the killed driver are about to end
+    output, _ = sweep.communicate(timeout=LONG)
     assert sweep.returncode == 0, output
+    assert "its driver has ended without a result; it is launched again" in output
     assert standings(folder) == {"good": "active", "ruined": "dropped"}, output
-    _, alone = small_run("alone", *SETTINGS)
+    assert [row["step"] for row in rows_of(folder / "good")] == [*range(1, 13)]
+    assert [row["step"] for row in rows_of(folder / "ruined")] == [1, 2, 3]
+    _, alone = small_run("alone", *settings, quick)
     assert same_weights(latest(folder / "good"), latest(alone))
-    steps = [row["step"] for row in rows_of(folder / "good")]
-    assert steps == [1, 2, 3, 4, 5, 6]
 
 
 @pytest.mark.slow
@@ -270,7 +297,7 @@ def test_requests_stop_resume_and_clone_trials(policy: Path, tmp_path: Path) -> 
     wait_for(has_steps(first, 2), "two steps", LONG)
     assert "trial-01: stops after its current step" in request("stop", str(folder), "trial-01")
     wait_for(lambda: standings(folder)["trial-01"] == "stopped", "the stop", LONG)
-    assert "cloned as trial-01-clone-1" in request("clone", str(folder), "trial-01", "grpo.max_steps=2")
+    assert "trial-01: a clone is requested" in request("clone", str(folder), "trial-01", "grpo.max_steps=2")
     wait_for(has_steps(folder / "trial-02", 1), "a step of the other trial", LONG)
     request("stop", str(folder), "trial-02")
     wait_for(lambda: standings(folder).get("trial-02") == "stopped", "the stop", LONG)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from grpo_ray import cli
 from grpo_ray.config.fields import type_adapter
 from grpo_ray.config.sweep_file import SweepConfig
 from grpo_ray.errors import ConfigError
@@ -198,6 +199,21 @@ def test_driver_that_a_signal_has_stopped_is_launched_again(tmp_path: Path, runs
     assert lines_of(runner) == ["a: stopped by SIGTERM; it is launched again from step 3"]
     end_driver(runner, "b", None, "reward_stuck")  # a warning of `run.stop_on`
     assert standings(runner)["b"] == "failed"
+
+
+def test_command_requests_a_clone_that_the_sweep_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runner = begin(tmp_path)
+    runner._write(runner.state)
+    folder = str(tmp_path / "rates")
+    assert cli.main(["sweep", "clone", folder, "a", "grpo.learning_rate=-1"]) == 0
+    output = capsys.readouterr().out
+    assert output.startswith("a: a clone is requested, and begins unless its settings are invalid (once the sweep has")
+    assert "a-clone-1" not in output
+    runner.check()
+    runner._carry_out_requests()
+    assert lines_of(runner)[0].startswith("clone a: a-clone-1: grpo.learning_rate=-1 must be")
+    assert cli.main(["sweep", "clone", folder, "a", "grpo.learning_rat=1"]) == 2
+    assert read_requests(runner.folder) == []
 
 
 def test_folder_of_a_run_is_refused_for_a_sweep(tmp_path: Path) -> None:
