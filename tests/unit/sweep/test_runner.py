@@ -1,6 +1,7 @@
 """Tests of decisions of a sweep that need no cluster: invalid clones, ends of drivers, measurements at a rung."""
 
 import io
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -226,7 +227,4 @@ def test_folder_of_a_run_is_refused_for_a_sweep(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=rf"^{folder} is the folder of a run; set another `name` in the sweep"):
             run_sweep(str(path), [f"run.storage_path={tmp_path}"])
         assert sorted(str(each.relative_to(folder)) for each in folder.rglob("*") if each.is_file()) == [entry]
-        (folder / entry).unlink()
-        for each in sorted((each for each in folder.rglob("*")), reverse=True):
-            each.rmdir()
-        folder.rmdir()
+        shutil.rmtree(folder)
