@@ -34,7 +34,7 @@ from transformers import PrinterCallback
 from grpo_ray.config.schema import Config
 from grpo_ray.data.demonstrations import demonstrated_text
 from grpo_ray.data.problem import Problem
-from grpo_ray.errors import DataError
+from grpo_ray.errors import ConfigError, DataError
 from grpo_ray.inference.without_trackers import TRACKERS, hidden
 from grpo_ray.learner.checkpoint_kind import check_checkpoint_kind, record_checkpoint_kind
 from grpo_ray.learner.collectives import Workers
@@ -84,7 +84,7 @@ def encode_demonstrations(
 ) -> list[EncodedDemonstration]:
     """Encode demonstrations: the prompt as for sampling, and the tokens that the policy would have to sample.
 
-    The completion is its text and the end token. A template that renders the assistant's turn in another way, such as
+    The completion is its text and the end token, which a text may contain already. A template that renders the assistant's turn in another way, such as
     one that removes its reasoning, has no effect.
 
     Args:
@@ -95,9 +95,19 @@ def encode_demonstrations(
     encoded = []
     for problem, prompt_ids in zip(problems, prompts, strict=True):
         text_ids = tokenizer(demonstrated_text(problem), add_special_tokens=False)["input_ids"]
-        ids = [*text_ids, tokenizer.eos_token_id]
+        end = tokenizer.eos_token_id
+        ids = [*text_ids] if text_ids[-1:] == [end] else [*text_ids, end]
         encoded.append(EncodedDemonstration(prompt_ids, ids[:longest], truncated=len(ids) > longest))
     return encoded
+
+
+def require_end_token(tokenizer: "PreTrainedTokenizerBase", model_path: str) -> None:
+    """Raise ConfigError if a policy's tokenizer has no end token, which demonstrations end with."""
+    if tokenizer.eos_token_id is None:
+        raise ConfigError(
+            f"model.path={model_path}: its tokenizer has no end token, with which run.kind=sft ends each completion; "
+            "set eos_token in its tokenizer_config.json"
+        )
 
 
 class DemonstrationBatches:
@@ -162,6 +172,7 @@ class SftLearner(SFTTrainer):
         self.profiler = profiler or PhaseProfiler()
         self.hooks = make_hooks(self)
         self.demonstrations = self.profiler.timed_iterator("wait", demonstrations)
+        self.drawn: Sequence[GroupRecord] = ()
         super().__init__(callbacks=[ResumedSettings(), *self.hooks.callbacks], **trl_trainer)
         if config.model.adapter:
             train_in_float32(self.model)
@@ -199,8 +210,9 @@ class SftLearner(SFTTrainer):
         """Read nothing."""
 
     def groups_for_study(self) -> list[dict[str, Any]]:
-        """Return no groups: the problems of a step with non-finite numbers are in `rollouts/`."""
-        return []
+        """Return this worker's demonstrations of the current step in JSON types, to study non-finite numbers."""
+        names = ("step", "epoch", "problem", "source", "lengths", "truncated")
+        return [{name: getattr(group, name) for name in names} for group in self.drawn]
 
     def end_tools(self) -> None:
         """Do nothing: no tool runs."""
@@ -222,21 +234,20 @@ class SftLearner(SFTTrainer):
         longest = self.config.grpo.max_completion_length
         problems = [problem for problem, _ in drawn]
         encoded = encode_demonstrations(self.processing_class, problems, longest, self.config.chat_template_kwargs)
-        self.hooks.record_groups(
-            [
-                GroupRecord(
-                    step=self.state.global_step + 1,
-                    epoch=epoch,
-                    problem=problem.id,
-                    source=problem.source,
-                    rewards=(math.nan,),
-                    correct=None,
-                    lengths=(len(each.completion_ids),),
-                    truncated=(each.truncated,),
-                )
-                for (problem, epoch), each in zip(drawn, encoded, strict=True)
-            ]
-        )
+        self.drawn = [
+            GroupRecord(
+                step=self.state.global_step + 1,
+                epoch=epoch,
+                problem=problem.id,
+                source=problem.source,
+                rewards=(math.nan,),
+                correct=None,
+                lengths=(len(each.completion_ids),),
+                truncated=(each.truncated,),
+            )
+            for (problem, epoch), each in zip(drawn, encoded, strict=True)
+        ]
+        self.hooks.record_groups([*self.drawn])
         own = [len(encoded), sum(len(each.completion_ids) for each in encoded), sum(each.truncated for each in encoded)]
         of_workers = self.workers.gather(torch.tensor(own, device=self.accelerator.device))  # (workers, 3)
         count, tokens, cut = of_workers.sum(dim=0).tolist()
@@ -295,6 +306,7 @@ def build_sft_learner(
     """Load the policy, start the engine, and return the worker's learner; arguments as of `build_learner`."""
     assert pool is None, "the config refuses dedicated engines"
     tokenizer = load_tokenizer(model_path, config.model.trust_remote_code)
+    require_end_token(tokenizer, config.model.path)
     engine_arguments = trl_arguments(for_engine(config), output_dir)
 
     def make_engine(learner: SftLearner) -> "Engine":
