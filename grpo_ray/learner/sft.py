@@ -84,8 +84,8 @@ def encode_demonstrations(
 ) -> list[EncodedDemonstration]:
     """Encode demonstrations: the prompt as for sampling, and the tokens that the policy would have to sample.
 
-    The completion is its text and the end token, which a text may contain already. A template that renders the assistant's turn in another way, such as
-    one that removes its reasoning, has no effect.
+    The completion is its text and the end token, unless the text ends with it. A template that renders the assistant's
+    turn in another way, such as one that removes its reasoning, has no effect.
 
     Args:
         longest: `grpo.max_completion_length`, tokens.

@@ -37,7 +37,7 @@ def test_tokenizer_without_an_end_token_is_refused() -> None:
     tokenizer = build_tokenizer()
     require_end_token(tokenizer, "tiny")
     tokenizer.eos_token = None
-    with pytest.raises(ConfigError, match="model.path=tiny: its tokenizer has no end token"):
+    with pytest.raises(ConfigError, match=r"model\.path=tiny: its tokenizer has no end token"):
         require_end_token(tokenizer, "tiny")
 
 
