@@ -34,7 +34,7 @@ from transformers import PrinterCallback
 from grpo_ray.config.schema import Config
 from grpo_ray.data.demonstrations import demonstrated_text
 from grpo_ray.data.problem import Problem
-from grpo_ray.errors import ConfigError, DataError
+from grpo_ray.errors import DataError
 from grpo_ray.inference.without_trackers import TRACKERS, hidden
 from grpo_ray.learner.checkpoint_kind import check_checkpoint_kind, record_checkpoint_kind
 from grpo_ray.learner.collectives import Workers
@@ -99,15 +99,6 @@ def encode_demonstrations(
         ids = [*text_ids] if text_ids[-1:] == [end] else [*text_ids, end]
         encoded.append(EncodedDemonstration(prompt_ids, ids[:longest], truncated=len(ids) > longest))
     return encoded
-
-
-def require_end_token(tokenizer: "PreTrainedTokenizerBase", model_path: str) -> None:
-    """Raise ConfigError if a policy's tokenizer has no end token, which demonstrations end with."""
-    if tokenizer.eos_token_id is None:
-        raise ConfigError(
-            f"model.path={model_path}: its tokenizer has no end token, with which run.kind=sft ends each completion; "
-            "set eos_token in its tokenizer_config.json"
-        )
 
 
 class DemonstrationBatches:
@@ -306,7 +297,6 @@ def build_sft_learner(
     """Load the policy, start the engine, and return the worker's learner; arguments as of `build_learner`."""
     assert pool is None, "the config refuses dedicated engines"
     tokenizer = load_tokenizer(model_path, config.model.trust_remote_code)
-    require_end_token(tokenizer, config.model.path)
     engine_arguments = trl_arguments(for_engine(config), output_dir)
 
     def make_engine(learner: SftLearner) -> "Engine":

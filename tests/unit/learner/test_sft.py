@@ -4,15 +4,13 @@ import json
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 
 from grpo_ray.config.loader import load_config
 from grpo_ray.data.problem import Problem
-from grpo_ray.errors import ConfigError
 from grpo_ray.learner.collectives import Workers
 from grpo_ray.learner.hooks import LearnerHooks
-from grpo_ray.learner.sft import SftLearner, encode_demonstrations, require_end_token
+from grpo_ray.learner.sft import SftLearner, encode_demonstrations
 from grpo_ray.models.warm_up import build_tokenizer
 from grpo_ray.storage.records.groups import GroupRecord
 from grpo_ray.telemetry.profiler import PhaseProfiler
@@ -31,14 +29,6 @@ def test_completion_with_an_end_token_gets_no_second_one() -> None:
         [encoded] = encode_demonstrations(TOKENIZER, [problem], 3, {})
         assert list(encoded.completion_ids) == [*TOKENIZER("12")["input_ids"], TOKENIZER.eos_token_id]
         assert not encoded.truncated
-
-
-def test_tokenizer_without_an_end_token_is_refused() -> None:
-    tokenizer = build_tokenizer()
-    require_end_token(tokenizer, "tiny")
-    tokenizer.eos_token = None
-    with pytest.raises(ConfigError, match=r"model\.path=tiny: its tokenizer has no end token"):
-        require_end_token(tokenizer, "tiny")
 
 
 def test_demonstrations_of_the_step_drawn_last_can_be_studied() -> None:
