@@ -425,9 +425,14 @@ def micro_batches_divide_step(config: "Config") -> str | None:
     step, micro, workers = config.sizes.completions_per_step, config.sizes.micro_batch_size, config.cluster.min_workers
     if step % micro:
         fitting = [size for size in range(workers, min(micro, step) + 1, workers) if step % size == 0]
+        of_step = (
+            f"{step} demonstrations (prompts_per_step)"
+            if config.run.kind == "sft"
+            else f"{step} completions (prompts_per_step x num_generations)"
+        )
         return (
-            f"grpo.micro_batch_size={micro} must divide the step's {step} completions "
-            f"(prompts_per_step x num_generations); try grpo.micro_batch_size={max(fitting, default=step)}"
+            f"grpo.micro_batch_size={micro} must divide the step's {of_step}; try "
+            f"grpo.micro_batch_size={max(fitting, default=step)}"
         )
     return None
 

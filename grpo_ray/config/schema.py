@@ -829,8 +829,13 @@ class Config:
 
     @property
     def reward_model_gpus(self) -> float:
-        """GPUs that the reward models' actor reserves; 0 in a run without reward models or GPUs."""
-        return self.rewards.model_gpus if self.cluster.use_gpu and self.rewards.models else 0
+        """GPUs that the reward models' actor reserves; 0 in a run that uses no reward models or no GPUs."""
+        return self.rewards.model_gpus if self.cluster.use_gpu and self.uses_reward_models else 0
+
+    @property
+    def uses_reward_models(self) -> bool:
+        """True if reward models score training or held-out completions; fine-tuning has only the latter."""
+        return bool(self.rewards.models) and (self.run.kind != "sft" or self.measures_with_reward_models)
 
     @property
     def gpus_per_worker(self) -> float:

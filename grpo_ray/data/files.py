@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any, BinaryIO, cast
 
 from grpo_ray.config.sources import FILE_SUFFIXES
-from grpo_ray.data.demonstrations import demonstrated_text
+from grpo_ray.data.demonstrations import COMPLETION, demonstrated_text
 from grpo_ray.data.problem import Problem, parse_problem
 from grpo_ray.data.program_tests import parse_tests
 from grpo_ray.errors import DataError, GrpoRayError
@@ -55,6 +55,8 @@ class FileShard:
     """True if the column `tests` holds tests of programs, which are checked."""
     is_demonstration: bool = False
     """True if the rows are demonstrations, whose column `completion` is checked."""
+    ignores_completion: bool = False
+    """True if a column `completion` is left out, for problems that are only measured beside demonstrations."""
 
     def read(self) -> Iterator[Problem]:
         """Yield the shard's problems in the file's order.
@@ -67,6 +69,8 @@ class FileShard:
             where = f"{self.path}, row {number}"
             if self.columns:
                 row = _rename(row, self.columns, where)
+            if self.ignores_completion:
+                row = {name: value for name, value in row.items() if name != COMPLETION}
             try:
                 problem = parse_problem(
                     row,

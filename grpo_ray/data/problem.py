@@ -162,8 +162,11 @@ def parse_problem(
     for name in ("prompt",) if lacks_solution else ("prompt", "solution"):
         if name not in row:
             reader = ", which a reward or heldout.score reads" if name == "solution" else ""
+            mend = ""
+            if name == "solution" and is_demonstration:  # otherwise demonstrations need none
+                mend = "; a part of data.train is held out: name other problems in data.heldout"
             raise DataError(
-                f"{where}: no column '{name}'{reader}; the row has {', '.join(sorted(row)) or 'no columns'}"
+                f"{where}: no column '{name}'{reader}; the row has {', '.join(sorted(row)) or 'no columns'}{mend}"
             )
     solution = "" if lacks_solution else _parse_solution(row["solution"], where)
     prompt = _parse_messages(row["prompt"], where)

@@ -132,6 +132,11 @@ def as_demonstrations(shards: Sequence[Shard], dataset: str) -> list[Shard]:
     return [replace(each, is_demonstration=True) for each in shards if isinstance(each, FileShard)]
 
 
+def beside_demonstrations(shards: Sequence[Shard]) -> list[Shard]:
+    """Return the shards of held-out problems of supervised fine-tuning: a completion in a row is no part of it."""
+    return [replace(each, ignores_completion=True) if isinstance(each, FileShard) else each for each in shards]
+
+
 def _open_dataset(name: str, split: str, config: DataConfig | TrainingSource) -> Sequence[Shard]:
     if found := find_benchmark(name):
         return benchmark_shards(*found, split, config.system_prompt)

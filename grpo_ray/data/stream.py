@@ -24,9 +24,17 @@ import numpy as np
 from grpo_ray.config.heldout_keys import HELDOUT
 from grpo_ray.config.schema import Config
 from grpo_ray.config.sources import TrainingSource, derived_heldout_share
+from grpo_ray.data.demonstrations import COMPLETION
 from grpo_ray.data.ledger import DatasetFingerprint, IdArray, ids_to_uint64, isin_sorted, uint64_to_ids
 from grpo_ray.data.problem import Problem
-from grpo_ray.data.registry import Shard, SourceShard, as_demonstrations, is_heldout, open_dataset
+from grpo_ray.data.registry import (
+    Shard,
+    SourceShard,
+    as_demonstrations,
+    beside_demonstrations,
+    is_heldout,
+    open_dataset,
+)
 from grpo_ray.errors import DataError
 
 if TYPE_CHECKING:
@@ -120,9 +128,13 @@ def open_splits(
         name = "" if source is None else source.name
         has_tests = not is_only_taught and "code_tests" in (*config.rewards_of(name), config.heldout_score_of(name))
         needs_solution = not is_only_taught and needs(name)
-        shards = open_dataset(dataset, split, source or data, needs_solution, config.columns_decide_tasks, has_tests)
-        if is_taught and split == "train":
-            shards = as_demonstrations(shards, dataset)
+        settings = source or data
+        if is_taught and split == "heldout":  # its completions are sampled
+            named = {ours: theirs for ours, theirs in settings.columns.items() if ours != COMPLETION}
+            settings = replace(settings, columns=named)
+        shards = open_dataset(dataset, split, settings, needs_solution, config.columns_decide_tasks, has_tests)
+        if is_taught:
+            shards = as_demonstrations(shards, dataset) if split == "train" else beside_demonstrations(shards)
         return (
             shards if source is None or not name else [SourceShard(each, name, source.environment) for each in shards]
         )

@@ -258,9 +258,11 @@ class PreparedRun:
 
     @contextmanager
     def _reward_models(self) -> Iterator[None]:
-        """Keep the reward models running, if the run has any."""
-        if self.config.rewards.models:
-            self.progress.phase("loading the reward models")
+        """Keep the reward models running, if the run uses any."""
+        if not self.config.uses_reward_models:
+            yield
+            return
+        self.progress.phase("loading the reward models")
         with running_reward_models(self.config):
             yield
 

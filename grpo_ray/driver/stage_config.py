@@ -142,10 +142,13 @@ def _divide_overrides(overrides: Sequence[str], names: Sequence[str]) -> tuple[l
             of_all.append(override)
             continue
         rest = override.removeprefix(f"{STAGES}.")
+        key = rest.partition("=")[0]
+        if key in names:
+            raise ConfigError(f"{override} names no setting of stage {key}; write {STAGES}.{key}.section.field=value")
         # A name may contain dots, so that the longest match is the stage's.
         name = max((name for name in names if rest.startswith(f"{name}.")), key=len, default=None)
         if name is None:
-            given = rest.partition("=")[0].partition(".")[0]
+            given = key.partition(".")[0]
             raise ConfigError(
                 f"{override}: there is no stage {given}, but {', '.join(names)}{suggestion(given, names)}"
             )
@@ -203,12 +206,12 @@ def _merge(
     merged = {key: dict(_section(shared, key)) for key in shared}
     for section in own:
         merged[section] = {**merged.get(section, {}), **own[section]}
+    if "kind" in entry and "kind" not in _section(own, "run"):
+        merged["run"] = {**merged.get("run", {}), "kind": entry["kind"]}
     for override in of_all:  # the command line wins over the stage's own entry in the file
         apply_override(merged, override)
     for override in of_stage:
         apply_override(merged, override)
-    if "kind" in entry and "kind" not in _section(own, "run"):
-        merged["run"] = {**merged.get("run", {}), "kind": entry["kind"]}
     return merged
 
 

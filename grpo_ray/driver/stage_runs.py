@@ -26,7 +26,7 @@ from grpo_ray.config.recorded import RECORDED_CONFIG
 from grpo_ray.config.schema import Config
 from grpo_ray.data.ledger import IdArray
 from grpo_ray.data.stream import build_index
-from grpo_ray.driver.cluster.connection import owns_cluster
+from grpo_ray.driver.cluster.connection import owns_cluster, run_resources
 from grpo_ray.driver.preflight.checks import CHECKS, run_preflight
 from grpo_ray.driver.preflight.resume_fields import changed_settings
 from grpo_ray.driver.preflight.run_context import RunContext
@@ -254,10 +254,14 @@ def _overlaps(stage: RunStage, heldout: Mapping[str, IdArray], trained: Mapping[
 
 def _end_cluster_of_other_size(config: Config, *, before: Config) -> None:
     """End the cluster that this process has started, if a stage needs another one than the stage before."""
-    if config.cluster == before.cluster and config.engine == before.engine:
-        return
-    if ray.is_initialized() and owns_cluster():
+    if not _has_same_cluster(config, before) and ray.is_initialized() and owns_cluster():
         ray.shutdown()
+
+
+def _has_same_cluster(config: Config, other: Config) -> bool:
+    """Return True if a cluster that was started for one of two configs has what the other one needs."""
+    cpus = [run_resources(each)["CPU"] for each in (config, other)]  # of an engine that measures in the background, too
+    return config.cluster == other.cluster and config.engine == other.engine and cpus[0] == cpus[1]
 
 
 # The policy of a stage
@@ -290,7 +294,8 @@ def policy_after(stage: RunStage, folder: RunFolder, trust_remote_code: bool = F
     origin = describe_origin(checkpoint, None)
     name, record = stage.folder_name, f"{stage.folder_name}.json"
     # The record is written last: without it, a killed driver may have left a part of the policy.
-    if not folder.exists(POLICIES, record) or folder.read_json(POLICIES, record) != origin:
+    is_recorded = folder.exists(POLICIES, record) and folder.read_json(POLICIES, record) == origin
+    if not (is_recorded and folder.exists(POLICIES, name, "config.json")):
         folder.delete_folder(POLICIES, name)
         with tempfile.TemporaryDirectory(prefix="grpo_ray-stage-") as scratch:
             target = Path(scratch, name)

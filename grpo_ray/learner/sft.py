@@ -84,8 +84,8 @@ def encode_demonstrations(
 ) -> list[EncodedDemonstration]:
     """Encode demonstrations: the prompt as for sampling, and the tokens that the policy would have to sample.
 
-    The completion is its text and the end token. A template that renders the assistant's turn in another way, such as
-    one that removes its reasoning, has no effect.
+    The completion is its text and the end token, unless the text ends with it. A template that renders the assistant's
+    turn in another way, such as one that removes its reasoning, has no effect.
 
     Args:
         longest: `grpo.max_completion_length`, tokens.
@@ -95,7 +95,8 @@ def encode_demonstrations(
     encoded = []
     for problem, prompt_ids in zip(problems, prompts, strict=True):
         text_ids = tokenizer(demonstrated_text(problem), add_special_tokens=False)["input_ids"]
-        ids = [*text_ids, tokenizer.eos_token_id]
+        end = tokenizer.eos_token_id
+        ids = [*text_ids] if text_ids[-1:] == [end] else [*text_ids, end]
         encoded.append(EncodedDemonstration(prompt_ids, ids[:longest], truncated=len(ids) > longest))
     return encoded
 
@@ -162,6 +163,7 @@ class SftLearner(SFTTrainer):
         self.profiler = profiler or PhaseProfiler()
         self.hooks = make_hooks(self)
         self.demonstrations = self.profiler.timed_iterator("wait", demonstrations)
+        self.drawn: Sequence[GroupRecord] = ()
         super().__init__(callbacks=[ResumedSettings(), *self.hooks.callbacks], **trl_trainer)
         if config.model.adapter:
             train_in_float32(self.model)
@@ -199,8 +201,9 @@ class SftLearner(SFTTrainer):
         """Read nothing."""
 
     def groups_for_study(self) -> list[dict[str, Any]]:
-        """Return no groups: the problems of a step with non-finite numbers are in `rollouts/`."""
-        return []
+        """Return this worker's demonstrations of the current step in JSON types, to study non-finite numbers."""
+        names = ("step", "epoch", "problem", "source", "lengths", "truncated")
+        return [{name: getattr(group, name) for name in names} for group in self.drawn]
 
     def end_tools(self) -> None:
         """Do nothing: no tool runs."""
@@ -222,21 +225,20 @@ class SftLearner(SFTTrainer):
         longest = self.config.grpo.max_completion_length
         problems = [problem for problem, _ in drawn]
         encoded = encode_demonstrations(self.processing_class, problems, longest, self.config.chat_template_kwargs)
-        self.hooks.record_groups(
-            [
-                GroupRecord(
-                    step=self.state.global_step + 1,
-                    epoch=epoch,
-                    problem=problem.id,
-                    source=problem.source,
-                    rewards=(math.nan,),
-                    correct=None,
-                    lengths=(len(each.completion_ids),),
-                    truncated=(each.truncated,),
-                )
-                for (problem, epoch), each in zip(drawn, encoded, strict=True)
-            ]
-        )
+        self.drawn = [
+            GroupRecord(
+                step=self.state.global_step + 1,
+                epoch=epoch,
+                problem=problem.id,
+                source=problem.source,
+                rewards=(math.nan,),
+                correct=None,
+                lengths=(len(each.completion_ids),),
+                truncated=(each.truncated,),
+            )
+            for (problem, epoch), each in zip(drawn, encoded, strict=True)
+        ]
+        self.hooks.record_groups([*self.drawn])
         own = [len(encoded), sum(len(each.completion_ids) for each in encoded), sum(each.truncated for each in encoded)]
         of_workers = self.workers.gather(torch.tensor(own, device=self.accelerator.device))  # (workers, 3)
         count, tokens, cut = of_workers.sum(dim=0).tolist()

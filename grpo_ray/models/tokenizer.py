@@ -8,6 +8,7 @@ from typing import Any
 from tokenizers.decoders import DecodeStream
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from grpo_ray.errors import ConfigError
 from grpo_ray.models.plain_prompts import PlainPrompts
 
 
@@ -32,6 +33,15 @@ def load_tokenizer(
 
         tokenizer.apply_chat_template = LimitedTemplate(tokenizer, path)
     return tokenizer
+
+
+def require_end_token(tokenizer: PreTrainedTokenizerBase, model_path: str) -> None:
+    """Raise ConfigError if a policy's tokenizer has no end token, which demonstrations end with."""
+    if tokenizer.eos_token_id is None:
+        raise ConfigError(
+            f"model.path={model_path}: its tokenizer has no end token, with which run.kind=sft ends each completion; "
+            "set eos_token in its tokenizer_config.json"
+        )
 
 
 def tokenize_prompts(

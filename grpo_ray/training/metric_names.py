@@ -31,7 +31,11 @@ METRICS: dict[str, tuple[str, str]] = {
     "completion/length_mean": ("completions/mean_length", "Mean length of completions, tokens."),
     "completion/length_max": ("completions/max_length", "Longest completion, tokens."),
     "completion/truncated_share": ("completions/clipped_ratio", "Share of completions cut off at the longest allowed."),
-    "policy/entropy": ("entropy", "Mean entropy of the policy over the tokens that the learner read, nats."),
+    "policy/entropy": (
+        "entropy",
+        "Mean entropy of the policy over the tokens that the learner read, nats. With run.kind=sft a mean of "
+        "the micro-batches' means, whatever their numbers of tokens.",
+    ),
     "policy/kl": ("kl", "Mean divergence from the reference policy, nats; with grpo.beta > 0 only."),
     "policy/clipped_share": ("clip_ratio/region_mean", "Share of tokens whose ratio left the trust region."),
     "learner/loss": (
@@ -41,7 +45,8 @@ METRICS: dict[str, tuple[str, str]] = {
     ),
     "learner/token_accuracy": (
         "mean_token_accuracy",
-        "Share of the demonstrations' tokens that are the most probable ones; with run.kind=sft only.",
+        "Share of the demonstrations' tokens that are the most probable ones; with run.kind=sft only. A mean of the "
+        "micro-batches' shares, whatever their numbers of tokens.",
     ),
     "learner/gradient_norm": ("grad_norm", "Norm of the gradient before clipping."),
     "learner/learning_rate": ("learning_rate", "Learning rate of the step."),

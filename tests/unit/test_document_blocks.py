@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
@@ -111,6 +112,20 @@ def test_sweeps_load_with_their_trials(tmp_path: Path, monkeypatch: pytest.Monke
         sweep = load_sweep(str(path))
         configs = TrialConfigs(sweep.base, [], sweep.name or "")
         assert [configs.config_of(trial) for trial in list_trials(sweep)]
+
+
+def test_mbpp_lines_write_the_files_of_the_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    [block] = [each for each in blocks("python") if "google-research-datasets/mbpp" in each.text]
+    assert block.source == "docs/rewards-and-grading.md"
+    row = {"text": "Add.", "test_list": ["assert add(1, 2) == 3"], "test_setup_code": ""}
+    hub = SimpleNamespace(load_dataset=lambda name, config, split: [{**row, "split": split}])
+    monkeypatch.setitem(sys.modules, "datasets", hub)
+    monkeypatch.chdir(tmp_path)
+    exec(compile(block.text, block.source, "exec"), {})
+    _, heldout = open_splits(load_config(example_path("mbpp-code")))
+    [problem] = heldout["heldout"].read()
+    assert problem.columns["split"] == "test" and problem.columns["tests"] == row["test_list"]
+    assert json.loads((tmp_path / "mbpp-train.jsonl").read_text())["split"] == "train"
 
 
 def test_hub_files_has_every_dataset_on_the_hub() -> None:

@@ -255,10 +255,15 @@ class PolicyInfo:
 
 def read_policy(config: Config) -> PolicyInfo:
     """Read the policy's config and tokenizer. Raises ConfigError."""
+    from grpo_ray.models.tokenizer import require_end_token
+
     path = fetch_policy_files(config.model.path)
     source = PolicyTokenizer(config.model.path, config.model.trust_remote_code)
     shape = policy_shape(config, path)
-    return PolicyInfo(shape, source.load(), engine_context(config, source))
+    tokenizer = source.load()
+    if config.run.kind == "sft":
+        require_end_token(tokenizer, config.model.path)
+    return PolicyInfo(shape, tokenizer, engine_context(config, source))
 
 
 # Rows, prompts, duplicates

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+from grpo_ray.config.sources import EMBEDDED_POLICIES
 from grpo_ray.driver.cluster.connection import (
     connect,
     is_connected,
@@ -16,6 +17,7 @@ from grpo_ray.driver.cluster.connection import (
     require_resources,
     starts_cluster,
 )
+from grpo_ray.driver.preflight.overlong import PolicyTokenizer
 from grpo_ray.driver.preflight.policy_files import fetch_policy_files
 from grpo_ray.driver.preflight.run_context import RunContext
 from grpo_ray.driver.preflight.same_run import check_old_run, check_same_run
@@ -68,9 +70,15 @@ def check_trl(context: RunContext) -> Sequence[str]:
 
 
 def check_policy(context: RunContext) -> Sequence[str]:
-    """Check that the policy's own config can be read. Raises ConfigError."""
-    if issue := model_issue(context.config):
+    """Check that the policy's own config can be read, and its end token for fine-tuning. Raises ConfigError."""
+    config = context.config
+    if issue := model_issue(config):
         raise ConfigError(issue)
+    if config.run.kind == "sft" and config.model.path not in EMBEDDED_POLICIES:
+        from grpo_ray.models.tokenizer import require_end_token  # transformers takes seconds
+
+        tokenizer = PolicyTokenizer(config.model.path, config.model.trust_remote_code).load()
+        require_end_token(tokenizer, config.model.path)
     return ()
 
 

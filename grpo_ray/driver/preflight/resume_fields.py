@@ -240,9 +240,16 @@ def changed_settings(config: Config, recorded: Mapping[str, Any]) -> dict[str, t
     changed: dict[str, tuple[Any, Any]] = {}
     for field in (*FIXED, *(name for when in APPLIED if when not in (LAUNCH, WARNINGS) for name in APPLIED[when])):
         old, new = values.of(field)
-        if not (old == new or _is_hidden_form(old, new) or _are_moved_files(old, new)):
+        if not _has_same_result(old, new):
             changed[field] = old, new
     return changed
+
+
+def _has_same_result(old: Any, new: Any) -> bool:
+    """Return True for equal settings, also with hidden parts or moved files, and for mappings of such settings."""
+    if isinstance(old, Mapping) and isinstance(new, Mapping):
+        return old.keys() == new.keys() and all(_has_same_result(old[name], new[name]) for name in old)
+    return bool(old == new) or _is_hidden_form(old, new) or _are_moved_files(old, new)
 
 
 def _are_moved_files(old: Any, new: Any) -> bool:

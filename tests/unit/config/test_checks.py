@@ -356,6 +356,16 @@ def test_check_violation_names_fields_and_raises_its_message(
     assert check(Config()) is None
 
 
+@pytest.mark.parametrize(
+    ("kind", "of_step"),
+    [("sft", "10 demonstrations (prompts_per_step)"), ("grpo", "80 completions (prompts_per_step x num_generations)")],
+)
+def test_config_micro_batches_are_parts_of_what_a_step_has(kind: str, of_step: str) -> None:
+    step = ["grpo.prompts_per_step=10", "grpo.num_generations=8", "grpo.micro_batch_size=3"]
+    message = config_error(f"run.kind={kind}", "data.train=a.jsonl", *step)
+    assert f"grpo.micro_batch_size=3 must divide the step's {of_step}; try grpo.micro_batch_size=2" in message
+
+
 DEDICATED = "engine.placement=dedicated"
 
 

@@ -57,5 +57,48 @@ def test_problems_without_demonstrations_are_refused() -> None:
 
 def test_held_out_part_of_demonstrations_needs_solutions(tmp_path: Path) -> None:
     """Accuracy on a part of the demonstrations is measured by their solutions."""
-    with pytest.raises(DataError, match=r"row 1: no column 'solution', which a reward or heldout.score reads"):
-        read(tmp_path, {"prompt": "2 + 2", "completion": "= 4"}, "data.heldout=null")
+    message = (
+        "row 1: no column 'solution', which a reward or heldout.score reads; the row has completion, prompt; "
+        "a part of data.train is held out: name other problems in data.heldout"
+    )
+    for heldout in ("auto", "null"):
+        with pytest.raises(DataError, match=message):
+            read(tmp_path, {"prompt": "2 + 2", "completion": "= 4"}, f"data.heldout={heldout}")
+
+
+@pytest.mark.parametrize("of_source", [False, True], ids=["single", "mixture"])
+@pytest.mark.parametrize(
+    ("columns", "row"),
+    [
+        ("{}", {"prompt": "2 + 2", "completion": "= 4", "solution": "4"}),
+        ("{prompt: question, completion: response}", {"question": "2 + 2", "solution": "4"}),
+        (
+            "{prompt: question, completion: response}",
+            {"question": "2 + 2", "response": "= 4", "completion": "= 4", "solution": "4"},
+        ),
+        ("{prompt: question, completion: answer, solution: answer}", {"question": "2 + 2", "answer": "4"}),
+    ],
+    ids=["own names", "no completion", "both", "one column for both"],
+)
+def test_held_out_file_needs_no_completion(tmp_path: Path, columns: str, row: dict[str, Any], of_source: bool) -> None:
+    train, heldout = tmp_path / "train.jsonl", tmp_path / "test.jsonl"
+    train.write_text(json.dumps({"response": "= 4", "completion": "= 4", **row}) + "\n")
+    heldout.write_text(json.dumps(row) + "\n")
+    sources = [f"data.train={{a: {{path: {train}}}}}", f"data.heldout={{a: {heldout}}}"]
+    if not of_source:
+        sources = [f"data.train={train}", f"data.heldout={heldout}"]
+    training, sets = open_splits(load_config(None, ["run.kind=sft", *sources, f"data.columns={columns}"]))
+    [taught] = [problem for split in training.values() for problem in split.read()]
+    assert demonstrated_text(taught) in ("= 4", "4")
+    [[measured]] = [list(split.read()) for split in sets.values()]
+    assert (measured.prompt[0]["content"], measured.solution) == ("2 + 2", "4")
+    assert "completion" not in measured.columns
+
+
+def test_held_out_file_beside_problems_still_needs_plain_columns(tmp_path: Path) -> None:
+    """Rewards of GRPO would receive the column."""
+    path = tmp_path / "test.jsonl"
+    path.write_text(json.dumps({"prompt": "2 + 2", "completion": "= 4", "solution": "4"}) + "\n")
+    _, sets = open_splits(load_config(None, ["data.train=arithmetic", f"data.heldout={path}"]))
+    with pytest.raises(DataError, match="column 'completion' cannot be passed to rewards"):
+        list(sets["heldout"].read())

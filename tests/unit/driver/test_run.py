@@ -1,6 +1,7 @@
 """Tests of the error messages of a run that failed, and of the policy that its baseline measures."""
 
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -117,3 +118,23 @@ def unmeasured_run(config: Config, measured_path: str, owns_cluster: bool = Fals
     )
     lease: Any = None
     return PreparedRun(plan, 0.0, lease, ExitStack())
+
+
+@pytest.mark.parametrize(("score", "phases"), [("correctness", []), ("reward", ["loading the reward models"])])
+def test_fine_tuning_loads_reward_models_only_to_measure(
+    score: str, phases: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[Config] = []
+
+    @contextmanager
+    def running(config: Config) -> Iterator[None]:
+        started.append(config)
+        yield
+
+    monkeypatch.setattr(run_module, "running_reward_models", running)
+    sft = ["run.kind=sft", "data.train=a.jsonl", "data.heldout=arithmetic", f"heldout.score={score}"]
+    config = load_config(None, ["rewards.functions=[correctness, a/model]", *sft])
+    shown: list[str] = []
+    run: Any = SimpleNamespace(config=config, progress=SimpleNamespace(phase=shown.append))
+    with PreparedRun._reward_models(run):
+        assert shown == phases and len(started) == len(phases)

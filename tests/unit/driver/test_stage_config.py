@@ -67,6 +67,20 @@ def test_kind_of_a_stage_is_that_of_its_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("overrides", "kinds"),
+    [
+        (["run.kind=grpo"], ("grpo", "grpo")),
+        (["run.kind=grpo", "stages.warm.run.kind=sft"], ("sft", "grpo")),
+        (["stages.warm.run.kind=grpo"], ("grpo", "grpo")),
+        (["run.kind=sft"], ("sft", "sft")),
+    ],
+)
+def test_overrides_win_over_the_kind_of_a_stage(tmp_path: Path, overrides: list[str], kinds: tuple[str, str]) -> None:
+    warm, hard = load(tmp_path, [{"name": "warm", "kind": "sft"}, {"name": "hard"}], "data.train=a.jsonl", *overrides)
+    assert (warm.config.run.kind, hard.config.run.kind) == kinds
+
+
+@pytest.mark.parametrize(
     ("stages", "overrides", "message"),
     [
         ([], [], r"stages must be a list of stages, each with a `name`; got \[\]"),
@@ -84,6 +98,12 @@ def test_kind_of_a_stage_is_that_of_its_run(tmp_path: Path) -> None:
         ([{"name": "a", "run": {"storage_path": "/b"}}], [], "stage a: run.storage_path cannot be set for one stage"),
         ([{"name": "a"}, {"name": "b", "model": {"path": "c"}}], [], "stage b: model.path cannot be set for one stage"),
         (TWO, ["stages.hrad.grpo.max_steps=1"], "there is no stage hrad, but easy, hard; did you mean hard"),
+        (TWO, ["stages.hard=3"], "stages.hard=3 names no setting of stage hard; write stages.hard.section.field=value"),
+        (
+            [{"name": "a"}, {"name": "a.b"}],
+            ["stages.a.b=3"],
+            "stages.a.b=3 names no setting of stage a.b; write stages.",
+        ),
         (TWO, ["stages.hard.model.path=a"], "stage hard: model.path cannot be set for one stage: a later stage begins"),
         (TWO, ["run.from_checkpoint=/a"], "run.from_checkpoint has no place in a file with stages"),
         (TWO, ["gpro.max_steps=1"], "unknown key gpro; did you mean grpo"),

@@ -1,5 +1,6 @@
 """Tests of the decision which stages have ended, and of the policy that a stage begins with; no run is started."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -7,8 +8,17 @@ import numpy as np
 import pytest
 import yaml
 
+from grpo_ray.config.loader import load_config
+from grpo_ray.driver import stage_runs
 from grpo_ray.driver.stage_config import Stages, load_stages
-from grpo_ray.driver.stage_runs import _overlaps, finished_stages, policy_after, run_folder, unfinished_stages
+from grpo_ray.driver.stage_runs import (
+    _has_same_cluster,
+    _overlaps,
+    finished_stages,
+    policy_after,
+    run_folder,
+    unfinished_stages,
+)
 from grpo_ray.errors import CheckpointError, ConfigError
 from grpo_ray.storage.checkpoint_integrity import file_checksum
 from grpo_ray.storage.run_folder import RunFolder
@@ -122,6 +132,47 @@ def test_damaged_weights_of_the_best_checkpoint_are_refused(tmp_path: Path) -> N
         CheckpointError, match=r"stage a: .*checkpoint-000010 is damaged: model.safetensors was altered"
     ):
         policy_after(stages.stages[0], parent)
+
+
+def test_deleted_policy_of_an_adapter_is_exported_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stages = stages_of(tmp_path)
+    folder = write_run(stages, 0, 10)
+    folder.write_text("{}", "checkpoint-000010", "adapter_config.json")
+    manifest = folder.read_json("checkpoint-000010", "manifest.json")
+    checksum = file_checksum(folder, "checkpoint-000010", "adapter_config.json")
+    files = manifest["files"] | {"adapter_config.json": {"bytes": 2, "sha256": checksum}}
+    folder.write_json(manifest | {"files": files}, "checkpoint-000010", "manifest.json")
+    exported: list[str] = []
+
+    def export(path: str, target: Path, **options: Any) -> None:
+        exported.append(path)
+        target.mkdir()
+        (target / "config.json").write_text("{}")
+
+    monkeypatch.setattr(stage_runs, "export", export)
+    parent = RunFolder(str(tmp_path), "math")
+    policy = Path(policy_after(stages.stages[0], parent))
+    assert policy == tmp_path / "math" / "policies" / "01-a" and (policy / "config.json").exists()
+    policy_after(stages.stages[0], parent)
+    assert len(exported) == 1
+    shutil.rmtree(policy)
+    policy_after(stages.stages[0], parent)
+    assert len(exported) == 2 and (policy / "config.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("override", "is_same"),
+    [
+        ("grpo.max_steps=7", True),
+        ("run.measure=background", False),  # its engine takes the cores of a worker, Ray Data takes one
+        ("cluster.num_workers=1", False),
+        ("engine.max_model_len=512", False),
+    ],
+)
+def test_stages_that_need_as_many_cores_share_a_cluster(override: str, is_same: bool) -> None:
+    base = ["cluster.cpus_per_worker=2", "cluster.num_workers=2"]
+    one, other = load_config(None, base), load_config(None, [*base, override])
+    assert _has_same_cluster(one, other) == _has_same_cluster(other, one) == is_same
 
 
 def test_held_out_problems_that_an_earlier_stage_trains_on_are_named(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from reward_models import rendered, score_alone, write_reward_model
 from grpo_ray.config.loader import load_config
 from grpo_ray.config.schema import Config
 from grpo_ray.device import LOGICAL_GPU_BYTES, LOGICAL_GPUS
+from grpo_ray.driver.cluster.connection import gpus_beside_workers
 from grpo_ray.errors import RewardError
 from grpo_ray.evaluation.evaluate import engine_memory, engine_resources
 from grpo_ray.models.embedded_policy import embedded_policy
@@ -76,6 +77,20 @@ def test_workers_reserve_what_the_models_leave_of_a_gpu(more: list[str], models:
     assert (config.reward_model_gpus, config.gpus_per_worker) == (models, worker)
     resources = scaling_config(config).resources_per_worker
     assert resources is not None and resources["GPU"] == worker
+
+
+@pytest.mark.parametrize(
+    ("score", "is_used"),
+    [("reward", True), ("correctness", False), ("null", False)],
+    ids=["reward", "other", "derived"],
+)
+def test_fine_tuning_uses_the_models_only_to_measure(score: str, is_used: bool) -> None:
+    rewards = "rewards.functions=[correctness, a/model]"
+    sft = ["run.kind=sft", "data.train=a.jsonl", "data.heldout=arithmetic"]
+    config = config_of(rewards, "cluster.use_gpu=true", "rewards.model_gpus=1", f"heldout.score={score}", *sft)
+    assert config.uses_reward_models == is_used
+    assert (config.reward_model_gpus, gpus_beside_workers(config)) == ((1, 1) if is_used else (0, 0))
+    assert config_of(rewards, f"heldout.score={score}").uses_reward_models
 
 
 def test_without_gpus_nothing_is_shared() -> None:

@@ -126,3 +126,16 @@ def test_changed_settings_files_of_the_same_name_may_have_moved() -> None:
     recorded = load_config(None, ["data.train=/jobs/1/a.jsonl"]).to_dict()
     assert changed_settings(load_config(None, ["data.train=/jobs/2/a.jsonl"]), recorded) == {}
     assert list(changed_settings(load_config(None, ["data.train=/jobs/2/b.jsonl"]), recorded)) == ["data.train"]
+
+
+@pytest.mark.parametrize("field", ["data.train", "data.heldout"])
+def test_changed_settings_files_of_a_mapping_may_have_moved(field: str) -> None:
+    def changed(value: str) -> list[str]:
+        return list(changed_settings(load_config(None, [f"{field}={value}"]), recorded))
+
+    form = "{{a: {}, b: gsm8k}}" if field == "data.heldout" else "{{a: {{path: {}}}, b: {{path: gsm8k}}}}"
+    recorded = load_config(None, [f"{field}={form.format('/jobs/1/a.jsonl')}"]).to_dict()
+    assert changed(form.format("/jobs/2/a.jsonl")) == []
+    assert changed(form.format("/jobs/2/b.jsonl")) == [field]
+    assert changed(form.format("/jobs/2/a.jsonl").replace("b:", "c:")) == [field]
+    assert changed(form.format("/jobs/2/a.jsonl").replace("gsm8k", "deepmath")) == [field]
