@@ -43,10 +43,8 @@ from grpo_ray.resilience.chaos import Fault
 from grpo_ray.storage.checkpoint_integrity import find_faults
 from grpo_ray.storage.checkpoints import CheckpointInfo, list_checkpoints, require_listed_files
 from grpo_ray.storage.run_folder import RunFolder
-from grpo_ray.storage.stage_folders import STAGES_FILE
+from grpo_ray.storage.stage_folders import POLICIES, STAGES_FILE
 
-POLICIES = "policies"
-"""Folder beside the run folders with the exported policies that stages begin with."""
 BEFORE_LAUNCH = ("old run", "same run", "storage")
 """Checks that only a stage's own launch makes: they compare its run folder with its final config."""
 NOT_OF_THE_POLICY = ("optimizer.pt", "scheduler.pt", "rng_state")

@@ -40,7 +40,7 @@ def print_used_problems(found: UsedProblems) -> None:
     used, unknown = found.count("used"), found.count("unknown")
     text = f"{used} of {pluralize(len(found.problems), 'problem')} were used for training up to step {found.step}"
     if unknown:
-        text += f"; of {unknown} it is not known: a whole epoch was used, and its rollouts are missing or incomplete"
+        text += f"; of {unknown} it is not known"
     console.print(text, highlight=False)
 
 

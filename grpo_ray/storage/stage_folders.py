@@ -7,6 +7,8 @@ from grpo_ray.storage.run_folder import RECORD_BYTES, RunFolder
 
 STAGES_FILE = "stages.json"
 """File of the folder of all stages with the names of their run folders, in order."""
+POLICIES = "policies"
+"""Folder beside the run folders with the exported policies that stages begin with."""
 FOLDER_NAME = re.compile(r"\d\d-[A-Za-z0-9][A-Za-z0-9._-]*")
 """Names of the run folders of stages."""
 

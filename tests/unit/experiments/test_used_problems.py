@@ -91,6 +91,7 @@ def test_closed_epoch_without_rollouts_is_unknown(tmp_path: Path) -> None:
     checkpoint = write_checkpoint(RunFolder(str(tmp_path), "run"), closed_ledger())
     found = find_used_problems(checkpoint, write_rows(tmp_path / "p.jsonl"))
     assert answers(found) == ["unknown", "used", *["unknown"] * 4] and found.problems[1].epochs == (1,)
+    assert found.notes == ["a whole epoch was used, and its rollouts are missing or incomplete"]
 
 
 def test_rollouts_of_a_closed_epoch_that_match_the_fingerprint_answer_all(tmp_path: Path) -> None:
@@ -111,7 +112,7 @@ def test_incomplete_rollouts_leave_the_others_unknown(tmp_path: Path) -> None:
     (tmp_path / "run/rollouts/steps-00000002-00000002.parquet").write_bytes(b"no parquet")
     found = find_used_problems(checkpoint, write_rows(tmp_path / "p.jsonl"))
     assert answers(found) == ["used", "used", *["unknown"] * 4]
-    assert len(found.notes) == 1 and "steps-00000002-00000002.parquet: cannot be read" in found.notes[0]
+    assert len(found.notes) == 2 and "steps-00000002-00000002.parquet: cannot be read" in found.notes[0]
 
 
 def test_rollouts_of_another_branch_are_not_taken(tmp_path: Path) -> None:
@@ -160,6 +161,116 @@ def test_mixture_names_the_source_of_a_used_problem(tmp_path: Path) -> None:
     found = find_used_problems(checkpoint, write_rows(tmp_path / "p.jsonl"))
     assert answers(found)[:2] == ["used", "not used"] and found.problems[0].source == "sums"
     assert found.closed_epochs == {"other": 0, "sums": 0}
+
+
+def test_source_whose_columns_the_file_lacks_does_not_hide_the_others(tmp_path: Path) -> None:
+    from fractions import Fraction
+
+    ids = {name: [parse_problem(row, where="").of_source(name).id for row in ROWS] for name in ("a", "b")}
+    ledgers = {name: Ledger(DatasetFingerprint.of(own)) for name, own in ids.items()}
+    ledgers["a"].mark(0, ids["a"][1:2])
+    ledgers["b"].mark(0, ids["b"][:1])
+    folder = RunFolder(str(tmp_path), "run")
+    checkpoint = write_checkpoint(folder, MixtureLedger(ledgers, Draws(dict.fromkeys(ids, Fraction(1, 2)))))
+    sources = {"a": {"path": "a.jsonl", "columns": {"prompt": "q", "solution": "r"}}, "b": {"path": "b.jsonl"}}
+    folder.write_text(yaml.safe_dump({"data": {"train": sources}}), "config.yaml")
+    found = find_used_problems(checkpoint, write_rows(tmp_path / "p.jsonl"))
+    assert answers(found) == ["used", "used", *["not used"] * 4]
+    assert [each.source for each in found.problems[:2]] == ["b", "a"]
+    assert len(found.notes) == 1 and found.notes[0].startswith("the columns of the source a do not fit, those of b")
+    others = write_rows(tmp_path / "others.jsonl", [{"x": row["prompt"], "y": row["solution"]} for row in ROWS])
+    with pytest.raises(DataError, match="no column"):
+        find_used_problems(checkpoint, others)
+
+
+DEMONSTRATIONS = [row | {"completion": f"It is {row['solution']}."} for row in ROWS]
+
+
+def tuned_run(tmp_path: Path, **data: Any) -> str:
+    """Write a run of kind `sft` that has used the first demonstration; return its checkpoint."""
+    ids = [parse_problem(row, where="", is_demonstration=True).id for row in DEMONSTRATIONS]
+    ledger = Ledger(DatasetFingerprint.of(ids))
+    ledger.mark(0, ids[:1])
+    folder = RunFolder(str(tmp_path), "run")
+    folder.write_text(yaml.safe_dump({"run": {"kind": "sft"}, "data": data}), "config.yaml")
+    return write_checkpoint(folder, ledger)
+
+
+def test_demonstrations_are_found_with_their_completions(tmp_path: Path) -> None:
+    checkpoint = tuned_run(tmp_path)
+    found = find_used_problems(checkpoint, write_rows(tmp_path / "p.jsonl", DEMONSTRATIONS))
+    assert answers(found)[:2] == ["used", "not used"] and found.notes == []
+    further = write_rows(tmp_path / "further.jsonl", [row | {"topic": "sums"} for row in DEMONSTRATIONS])
+    assert answers(find_used_problems(checkpoint, further))[:2] == ["used", "not used"]
+    damaged = write_rows(tmp_path / "damaged.jsonl", [row | {"completion": ""} for row in DEMONSTRATIONS])
+    with pytest.raises(DataError, match="must be a text that is not empty"):
+        find_used_problems(checkpoint, damaged)
+
+
+@pytest.mark.parametrize("columns", [{}, {"completion": "answer"}])
+def test_rows_without_completion_are_unknown_to_a_run_on_demonstrations(
+    tmp_path: Path, columns: dict[str, str]
+) -> None:
+    checkpoint, problems = tuned_run(tmp_path, columns=columns), write_rows(tmp_path / "p.jsonl")
+    found = find_used_problems(checkpoint, problems)
+    assert set(answers(found)) == {"unknown"} and "has no column completion" in found.notes[0]
+    assert main(["contains", checkpoint, problems]) == NOT_KNOWN
+    assert set(answers(find_used_problems(checkpoint, "arithmetic"))) == {"unknown"}
+
+
+@pytest.mark.parametrize(
+    ("path", "is_other_run"),
+    [
+        ("/runs/math/01-warm/checkpoint-000020", True),
+        ("s3://bucket/runs/01-warm/checkpoint-000020.1?region=x", True),
+        ("/runs/math/policies/01-warm", True),
+        ("tiny-arithmetic", False),
+        ("owner/name", False),
+    ],
+)
+def test_policy_of_an_earlier_run_leaves_the_others_unknown(tmp_path: Path, path: str, is_other_run: bool) -> None:
+    folder = RunFolder(str(tmp_path), "run")
+    folder.write_text(yaml.safe_dump({"model": {"path": path}}), "config.yaml")
+    checkpoint = write_checkpoint(folder, open_ledger(IDS[:1]))
+    found = find_used_problems(checkpoint, write_rows(tmp_path / "p.jsonl"))
+    assert answers(found)[:2] == ["used", "unknown" if is_other_run else "not used"]
+    assert found.notes == (
+        [f"the run began with {path}, a policy that was trained before: ask its checkpoint, too"]
+        if is_other_run
+        else []
+    )
+
+
+def two_epochs(first: Sequence[str], second: Sequence[str]) -> Ledger:
+    """Return a ledger that has closed epoch 0 on one dataset, and epoch 1 on another one."""
+    ledger = Ledger(DatasetFingerprint.of(first))
+    ledger.mark(0, first)
+    ledger.set_dataset(np.sort(ids_to_uint64(second)), DatasetFingerprint.of(second))
+    ledger.mark(1, second)
+    assert ledger.closed_epochs == 2
+    return ledger
+
+
+@pytest.mark.parametrize("evidence", ["accept_changes", "from_checkpoint", "number"])
+def test_changed_problems_need_the_rollouts_of_each_closed_epoch(tmp_path: Path, evidence: str) -> None:
+    folder = RunFolder(str(tmp_path), "run")
+    before, now = IDS[:2], IDS[2:4]
+    ledger = two_epochs(before, now)
+    if evidence == "number":  # the open epoch has used a problem that has left
+        for dataset in (IDS[2:5], now):
+            ledger.set_dataset(np.sort(ids_to_uint64(dataset)), DatasetFingerprint.of(dataset))
+            ledger.mark(2, IDS[4:5] if len(dataset) == 3 else [])
+    if evidence == "accept_changes":
+        folder.write_text(yaml.safe_dump({"data": {"accept_changes": True}}), "config.yaml")
+    if evidence == "from_checkpoint":
+        folder.write_text("/runs/first/checkpoint-000040 0123", "begun_with")
+    checkpoint, problems = write_checkpoint(folder, ledger), write_rows(tmp_path / "p.jsonl")
+    write_rollouts(folder, [make_group(2, each, (1.0,), epoch=1) for each in now])
+    found = find_used_problems(checkpoint, problems)
+    fifth = "used" if evidence == "number" else None
+    assert answers(found) == ["unknown", "unknown", "used", "used", fifth or "unknown", "unknown"]
+    write_rollouts(folder, [make_group(1, each, (1.0,)) for each in before])
+    assert answers(find_used_problems(checkpoint, problems)) == [*["used"] * 4, fifth or "not used", "not used"]
 
 
 def test_run_folder_stands_for_its_best_checkpoint(tmp_path: Path) -> None:
