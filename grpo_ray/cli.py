@@ -756,6 +756,7 @@ def run_fork(arguments: argparse.Namespace) -> int:
     from grpo_ray.experiments.fork_fields import require_changeable
 
     require_changeable(arguments.overrides)
+    require_writable(arguments.json)
     print("loading libraries", flush=True)
     from grpo_ray.driver.tables import print_summary
     from grpo_ray.experiments.fork import fork
@@ -780,6 +781,7 @@ def run_replay(arguments: argparse.Namespace) -> int:
     from grpo_ray.experiments.fork_fields import require_changeable
 
     require_changeable(arguments.overrides, is_replay=True)
+    require_writable(arguments.json)
     print("loading libraries", flush=True)
     from grpo_ray.experiments.replay import replay
     from grpo_ray.experiments.tables import print_replay
@@ -1032,6 +1034,15 @@ def train_help() -> str:
 
 def to_json(value: dict[str, Any]) -> str:
     return json.dumps(value, indent=2) + "\n"
+
+
+def require_writable(path: str | None) -> None:
+    """Refuse a file that cannot be written, before anything long starts; None names no file. Raises ConfigError."""
+    if path is None:
+        return
+    file = Path(path)
+    if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise ConfigError(f"--json {path} cannot be written: name a file in a folder that exists and is yours")
 
 
 def write_json(path: str, value: dict[str, Any]) -> None:

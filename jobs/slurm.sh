@@ -43,18 +43,31 @@ chmod 600 "$token"
 # --- Address of the first node, where this script runs too ---
 mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 # Its name may stand for a loopback address on the node itself, and Ray needs one that the others reach.
-address=${GRPO_RAY_HEAD_ADDRESS:-$(getent ahostsv4 "${nodes[0]}" | awk '$1 !~ /^127\./ {print $1; exit}')}
+address=${GRPO_RAY_HEAD_ADDRESS:-$(getent ahostsv4 "${nodes[0]}" | awk '$1 !~ /^127\./ {print $1; exit}' || true)}
 address=${address:-$(hostname -I | awk '{print $1}')}:$((20000 + SLURM_JOB_ID % 10000))
+
+# --- A requeued job continues its run, even if it was submitted to start over or to go back ---
+arguments=("$@")
+if [[ ${SLURM_RESTART_COUNT:-0} -gt 0 ]]; then
+    for argument in "$@"; do
+        if [[ $argument == run.resume=* || $argument == stages.*.run.resume=* ]]; then
+            arguments+=("${argument%%=*}=latest") # of two overrides of a field the last one wins
+        fi
+    done
+fi
 
 # --- One task on each node ---
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
-step='' signal=''
+step='' signal='' is_told=''
 
 # Send a signal of Slurm to the driver, which saves its step. Ray's processes must not get it: they would end at once.
 forward() {
-    signal=$1 interrupted=1
-    if [[ -s $scratch/driver ]]; then
+    interrupted=1
+    if [[ $1 == USR1 && -n $is_told ]]; then # a second signal would end the driver before it has saved
+        echo "slurm.sh: USR1 again: the driver is already told"
+    elif signal=$1 && [[ -s $scratch/driver ]]; then
+        is_told=1
         echo "slurm.sh: $signal: the driver finishes and saves its step"
         kill -TERM "$(<"$scratch/driver")" || true
     elif [[ -n $step ]]; then
@@ -71,7 +84,7 @@ driver='echo $$ >"$1" && export RAY_ADDRESS=$2 && shift 2 && exec grpo-ray train
 srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --cpus-per-task="$cpus" --kill-on-bad-exit=1 \
     ray symmetric-run --address "$address" --min-nodes "$SLURM_JOB_NUM_NODES" \
     --num-cpus="$cpus" --dashboard-host=127.0.0.1 --disable-usage-stats -- \
-    bash -c "$driver" driver "$scratch/driver" "$address" "$@" &
+    bash -c "$driver" driver "$scratch/driver" "$address" "${arguments[@]}" &
 step=$!
 
 # A signal interrupts `wait`, so wait again until the step has ended.
@@ -81,6 +94,10 @@ while
     [[ -n $interrupted ]]
 do :; done
 
+if [[ $status -eq 0 && ! -s $scratch/driver ]]; then
+    echo "slurm.sh: nothing was trained: Ray did not start, for the reason above" >&2
+    status=1
+fi
 if [[ $signal == USR1 && $status -ne 0 ]]; then
     echo "slurm.sh: job $SLURM_JOB_ID goes back into the queue, and continues the run"
     scontrol requeue "$SLURM_JOB_ID"

@@ -161,6 +161,8 @@ def evaluation_settings(
 def recorded_code(recorded: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Return the recorded settings with which training would run code of the run folder's author, or call an address.
 
+    `run.notify` is not among them: a fork and a replay leave it out.
+
     Args:
         recorded: section -> fields, from `parse_recorded`.
 
@@ -194,6 +196,8 @@ def recorded_code(recorded: Mapping[str, Mapping[str, Any]]) -> list[str]:
         found.append("model.trust_remote_code: true")
     if sections["grpo"].get("model_init_kwargs"):
         found.append("grpo.model_init_kwargs")
+    if (other := sections["run"].get("from_checkpoint")) is not None:
+        found.append(f"run.from_checkpoint: {other}")
     if sections["engine"].get("compile_cache"):
         found.append(f"engine.compile_cache: {sections['engine']['compile_cache']}")
     try:

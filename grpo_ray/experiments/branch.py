@@ -14,12 +14,13 @@ from grpo_ray.config.recorded import RECORDED_CONFIG
 from grpo_ray.driver.launch import BEGUN_WITH, UNVERIFIABLE_FILE, UPLOADED
 from grpo_ray.driver.preflight.overlong import OVERLONG_FILE
 from grpo_ray.driver.preflight.same_run import FINGERPRINT_FILE, POLICY_CONTENTS
-from grpo_ray.errors import CheckpointError
+from grpo_ray.errors import CheckpointError, DamagedFileError
 from grpo_ray.models.plausible_policy import require_plausible_policy
 from grpo_ray.rewards import verdicts
 from grpo_ray.storage.checkpoint_integrity import find_faults
 from grpo_ray.storage.checkpoints import MANIFEST, CheckpointInfo, require_listed_files, resume_candidates
 from grpo_ray.storage.jsonl import MetricsFile, read_metrics
+from grpo_ray.storage.recorded_config import read_recorded
 from grpo_ray.storage.records.heldout_files import drop_heldout_after
 from grpo_ray.storage.records.rollout_files import FOLDER as ROLLOUTS
 from grpo_ray.storage.records.rollout_files import drop_rollouts_after
@@ -33,7 +34,10 @@ COPIED = (
 )
 """Files of the run that are copied whole, as patterns. Those of the run's launches are not: events, lease, fencing
 token, Ray Train's record, logs, traces, trackers, summary."""
-AT_THE_START = (UNVERIFIABLE_FILE, OVERLONG_FILE, "heldout*_before.json", f"{verdicts.FOLDER}/*")
+AT_THE_START = (
+    *(RECORDED_CONFIG, FINGERPRINT_FILE, POLICY_CONTENTS, UNVERIFIABLE_FILE, OVERLONG_FILE),
+    *("heldout*_before.json", f"{verdicts.FOLDER}/*"),
+)
 """The same for a branch at step 0, which has no checkpoint and begins with `model.path`."""
 _OF_STEPS = (
     re.compile(rf"{ROLLOUTS}/steps-(\d{{8,}})-\d{{8,}}\.parquet"),
@@ -87,6 +91,8 @@ def write_branch(source: RunFolder, checkpoint: CheckpointInfo | None, target: R
     step = 0 if checkpoint is None else checkpoint.step
     patterns = AT_THE_START if checkpoint is None else (*COPIED, f"{checkpoint.name}/*")
     names = [name for name in source.file_sizes() if _is_of_branch(name, patterns, step)]
+    if RECORDED_CONFIG in names and not _is_readable(source):
+        names.remove(RECORDED_CONFIG)  # the settings are given by hand
     # The manifest last: without it the folder has no checkpoint.
     for name in sorted(names, key=lambda name: (name.endswith(f"/{MANIFEST}"), name)):
         try:
@@ -110,6 +116,15 @@ def _is_of_branch(name: str, patterns: tuple[str, ...], step: int) -> bool:
     if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns):
         return True
     return any((match := pattern.fullmatch(name)) and int(match[1]) <= step for pattern in _OF_STEPS)
+
+
+def _is_readable(source: RunFolder) -> bool:
+    """Return False if the recorded config is damaged."""
+    try:
+        read_recorded(source)
+    except DamagedFileError:
+        return False
+    return True
 
 
 def _copy(source: RunFolder, target: RunFolder, name: str) -> None:

@@ -14,6 +14,7 @@ from grpo_ray.config.loader import load_config
 from grpo_ray.config.recorded import RECORDED_CONFIG, recorded_code
 from grpo_ray.config.schema import Config
 from grpo_ray.driver.preflight.resume_fields import changed_fields
+from grpo_ray.driver.preflight.same_run import FORK_FILE
 from grpo_ray.driver.run import train
 from grpo_ray.driver.summary import RunSummary
 from grpo_ray.errors import ConfigError, DamagedFileError
@@ -27,12 +28,10 @@ from grpo_ray.storage.lease import RunLease
 from grpo_ray.storage.recorded_config import read_recorded
 from grpo_ray.storage.run_folder import RunFolder
 from grpo_ray.storage.uris import split_path
-from grpo_ray.text.redaction import redact
+from grpo_ray.text.redaction import redact, redact_settings
 
-FORK_FILE = "fork.json"
-"""File of a fork's folder with its origin; written when the copy is complete."""
 NAME_CHARS = 80
-"""Longest derived name of a fork, beyond which its changes are named by a hash."""
+"""Longest derived name of a fork, beyond which its changes are named by a hash, as are changes with secrets."""
 
 
 @dataclass(frozen=True)
@@ -65,41 +64,47 @@ def fork(
         trusts_settings: use recorded settings that run code of the run folder's author, or call an address.
 
     Raises:
-        CheckpointError: the run has no sound checkpoint of this step.
+        CheckpointError: the run has no sound checkpoint of this step, and the fork has not begun.
         ConfigError: a setting cannot change, or the fork's folder is in use.
         TrainingError: the workers failed.
     """
     source = open_run(path)
     require_changeable(overrides)
-    checkpoint = find_start(source, step)
     config = branch_config(source, overrides, config_path=config_path, trusts_settings=trusts_settings)
     if not any(override.startswith("run.name=") for override in overrides):
         config = with_run(config, name=fork_name(source.name, step, overrides))
-    require_same_run(config, source, step)
+    require_same_run(config, source, step, is_given=config_path is not None)
     target = run_folder_of(config)
     require_other_folder(source, target)
-    prepare_fork(source, checkpoint, target, overrides)
+    prepare_fork(source, step, target, overrides, config.run.takeover)
     summary = train(config)
     comparison = compare_runs(read_contents(path), read_contents(target.address_of()), step)
     return Fork(target, summary, comparison, config.run.stop_on)
 
 
 def prepare_fork(
-    source: RunFolder, checkpoint: CheckpointInfo | None, target: RunFolder, overrides: Sequence[str]
+    source: RunFolder, step: int, target: RunFolder, overrides: Sequence[str], takeover: str | None = None
 ) -> None:
     """Write the folder of a fork, unless it exists already, complete and with the same origin and changes.
 
+    A fork that exists has its own copy of the checkpoint, so the run may have deleted it.
+
+    Args:
+        takeover: `run.takeover` of the fork.
+
     Raises:
-        CheckpointError: the checkpoint is damaged.
+        CheckpointError: the run does not have the checkpoint any more, or it is damaged.
         ConfigError: the folder exists, and is another fork, or not a complete one.
+        TakenRunError: another process trains the fork.
     """
-    origin = describe_origin(source, checkpoint, overrides)
-    with RunLease.acquire(target, None, print):
+    with RunLease.acquire(target, takeover, print):
         if target.exists(FORK_FILE):
-            if target.read_json(FORK_FILE) != origin:
+            found, wanted = target.read_json(FORK_FILE), describe_fork(source, step, overrides)
+            if not isinstance(found, dict) or any(found.get(name) != value for name, value in wanted.items()):
                 raise ConfigError(f"{target.uri} is another fork; set another run.name")
             return
-        if any(not name.startswith(f"{LEASE_FOLDER}/") for name in target.file_sizes()):
+        checkpoint = find_start(source, step)
+        if has_files(target):
             raise ConfigError(
                 f"{target.uri} exists, and is no fork of {source.uri}, or an incomplete one; delete it, or set another "
                 "run.name"
@@ -107,21 +112,37 @@ def prepare_fork(
         if checkpoint is not None:
             require_sound(checkpoint)
         write_branch(source, checkpoint, target)
-        target.write_json(origin, FORK_FILE)
+        write_origin(source, checkpoint, target, overrides)
 
 
-def describe_origin(source: RunFolder, checkpoint: CheckpointInfo | None, overrides: Sequence[str]) -> dict[str, Any]:
-    """Return the identity of a fork: run, checkpoint by name and contents, and changes, in JSON's types."""
-    changes = [each for each in overrides if not each.startswith(("run.name=", "run.storage_path=", "run.takeover="))]
-    return redact(
-        {
-            "run": source.uri,
-            "step": 0 if checkpoint is None else checkpoint.step,
-            "checkpoint": None if checkpoint is None else checkpoint.name,
-            "digest": None if checkpoint is None else checkpoint.digest,
-            "changes": changes,
-        }
-    )
+def has_files(target: RunFolder) -> bool:
+    """Return True if a folder whose lease is held has files besides those of the lease."""
+    return any(not name.startswith(f"{LEASE_FOLDER}/") for name in target.file_sizes())
+
+
+def write_origin(
+    source: RunFolder, checkpoint: CheckpointInfo | None, target: RunFolder, overrides: Sequence[str]
+) -> None:
+    """Write the origin of a branch, after all other files of it."""
+    origin = describe_fork(source, 0 if checkpoint is None else checkpoint.step, overrides) | {
+        "checkpoint": None if checkpoint is None else checkpoint.name,
+        "digest": None if checkpoint is None else checkpoint.digest,
+    }
+    target.write_json(origin, FORK_FILE)
+
+
+def describe_fork(source: RunFolder, step: int, overrides: Sequence[str]) -> dict[str, Any]:
+    """Return the identity of a fork: run, step and changes, in JSON's types and without secrets."""
+    places = ("run.name=", "run.storage_path=", "run.takeover=")
+    changes = [_without_secrets(each) for each in overrides if not each.startswith(places)]
+    identity: dict[str, Any] = redact({"run": source.uri, "step": step, "changes": changes})
+    return identity
+
+
+def _without_secrets(override: str) -> str:
+    """Return an override whose value is hidden if its name is that of a secret."""
+    name, equals, value = override.partition("=")
+    return redact(f"{name}{equals}{redact_settings(value, name=name)}")
 
 
 def branch_config(
@@ -138,6 +159,7 @@ def branch_config(
         given = load_config(config_path, overrides, drop=("versions",))
         is_set = any(override.startswith("run.storage_path=") for override in overrides)
         storage = given.run.storage_path if is_set else parent
+        given = replace(given, data=replace(given.data, accept_changes=False))  # `fork_fields.REFUSED`
         return with_run(given, resume="latest", takeover=given.run.takeover, storage_path=storage)
     try:
         recorded = read_recorded(source)
@@ -150,15 +172,18 @@ def branch_config(
         )
     settings = {name: fields for name, fields in recorded.items() if name != "versions"}
     run = {"resume": "latest", "takeover": None, "pause_at": None, "storage_path": parent, "name": source.name}
-    settings["run"] = settings.get("run", {}) | run
+    # Messages are the original's: their address is a secret that is not recorded, or a stranger's.
+    settings["run"] = settings.get("run", {}) | run | {"notify": None}
+    settings["data"] = settings.get("data", {}) | {"accept_changes": False}
     return load_config(source.uri_of(RECORDED_CONFIG), overrides, settings=settings)
 
 
-def require_same_run(config: Config, source: RunFolder, step: int) -> None:
+def require_same_run(config: Config, source: RunFolder, step: int, *, is_given: bool = False) -> None:
     """Refuse a config that changes a field which cannot change while a run continues (`resume_fields.FIXED`).
 
     Args:
         step: step that the branch begins at.
+        is_given: the config is the user's own; a recorded one that is damaged is then not compared, with a note.
 
     Raises:
         ConfigError: with the field, both values and the reason.
@@ -166,7 +191,14 @@ def require_same_run(config: Config, source: RunFolder, step: int) -> None:
     """
     if not source.exists(RECORDED_CONFIG):
         return
-    for changed in changed_fields(config, read_recorded(source)):
+    try:
+        recorded = read_recorded(source)
+    except DamagedFileError as error:
+        if not is_given:
+            raise
+        print(f"{error}; its settings are not compared with those of --config")
+        return
+    for changed in changed_fields(config, recorded):
         if step and changed.name == "model.path":
             continue  # the policy may have moved: the driver compares its contents (`check_same_run`)
         raise ConfigError(
@@ -185,7 +217,8 @@ def fork_name(name: str, step: int, overrides: Sequence[str]) -> str:
     """Return the default name of a fork, from its run, its step and its changed settings."""
     changes = [each.partition(".")[2] for each in overrides if not each.startswith("run.")]
     text = re.sub(r"[^A-Za-z0-9._-]+", "-", "-".join([f"{name}-fork-{step}", *changes])).strip("-.")
-    if len(text) <= NAME_CHARS:
+    has_secrets = any(_without_secrets(each) != each for each in overrides)
+    if len(text) <= NAME_CHARS and not has_secrets:
         return text
     digest = hashlib.sha256(" ".join(overrides).encode()).hexdigest()[:8]
     return f"{name}-fork-{step}-{digest}"

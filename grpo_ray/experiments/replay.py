@@ -12,9 +12,17 @@ from grpo_ray.config.schema import Config
 from grpo_ray.driver.run import train
 from grpo_ray.errors import ConfigError, DataError, TrainingError
 from grpo_ray.experiments.branch import find_start, require_sound, write_branch
-from grpo_ray.experiments.fork import branch_config, require_other_folder, require_same_run, run_folder_of, with_run
+from grpo_ray.experiments.fork import (
+    branch_config,
+    has_files,
+    require_other_folder,
+    require_same_run,
+    run_folder_of,
+    with_run,
+    write_origin,
+)
 from grpo_ray.experiments.fork_fields import require_changeable
-from grpo_ray.experiments.run_comparison import last_step, read_contents
+from grpo_ray.experiments.run_comparison import EARLIER_LAUNCH, is_of_latest_launch, last_step, read_contents
 from grpo_ray.experiments.step_difference import StepComparison, StepRecord, compare_steps, read_records
 from grpo_ray.pages.report.read import RunData
 from grpo_ray.resilience.nodes import versions
@@ -38,6 +46,8 @@ class Replay:
     """Library, or the commit -> versions that the run recorded at its latest launch, and those of the replay."""
     folder: str | None
     """Folder of the replay, if it was kept."""
+    notes: Sequence[str] = ()
+    """One line for each limit of this replay."""
 
     @property
     def is_equal(self) -> bool:
@@ -82,25 +92,30 @@ def replay(
     first = first_of_batch(step, config.steps_per_batch)
     kept = (each.step for each in resume_candidates(source, "latest", ""))
     start = max((each for each in kept if each < first), default=0)
-    require_same_run(config, source, start)
+    require_same_run(config, source, start, is_given=config_path is not None)
     config = replay_config(config, source, step, overrides)
     target = run_folder_of(config)
     require_other_folder(source, target)
     checkpoint = find_start(source, start)
-    if target.exists():
-        raise ConfigError(f"{target.uri} exists; delete it, or set another run.name")
     if checkpoint is not None:
         require_sound(checkpoint)
+    is_own = False
     try:
-        with RunLease.acquire(target, None, print):
+        if target.exists():
+            raise ConfigError(f"{target.uri} exists; delete it, or set another run.name")
+        with RunLease.acquire(target, config.run.takeover, print):
+            if has_files(target):
+                raise ConfigError(f"another replay writes {target.uri}; set another run.name")
+            is_own = True
             write_branch(source, checkpoint, target)
+            write_origin(source, checkpoint, target, overrides)
         train(config)
         replayed = read_contents(target.address_of())
         if last_step(replayed) < step:
             raise TrainingError(f"the replay ended after step {last_step(replayed)}, before step {step}")
         comparison = compare_step(recorded, replayed, step, first)
     finally:
-        if not keeps_folder:
+        if is_own and not keeps_folder:
             delete_run(target)
     return Replay(
         run=source.uri,
@@ -108,6 +123,7 @@ def replay(
         comparison=comparison,
         changed_versions=compare_versions(recorded.section("versions"), versions()),
         folder=target.uri if keeps_folder else None,
+        notes=() if is_of_latest_launch(recorded, step) else (f"step {step} {EARLIER_LAUNCH}",),
     )
 
 

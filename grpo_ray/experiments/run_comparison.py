@@ -1,7 +1,7 @@
 """Paired comparison of a run and its fork: rewards on the same problems, held-out verdicts, first difference."""
 
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,12 @@ from grpo_ray.experiments.step_difference import Difference, StepRecord, compare
 from grpo_ray.pages.report.read import RunData, RunReader, open_run
 from grpo_ray.storage.records.heldout_files import list_heldout_files, read_measurement, read_verdicts
 from grpo_ray.storage.records.rollout_files import list_rollout_files
+
+EARLIER_LAUNCH = (
+    "of the run was taken by an earlier launch, and the recorded settings are those of the latest one: where these "
+    "differ, as with another grpo.max_steps, so do the steps"
+)
+"""Rest of a note about a step for which `is_of_latest_launch` is False."""
 
 
 @dataclass(frozen=True)
@@ -50,10 +56,19 @@ class RunComparison:
     """None if all that both record is equal, bit for bit."""
     rewards: list[StepRewards]
     heldout: list[HeldoutComparison]
+    same_rewards: bool = True
+    """False if the fork computes other rewards, so that the difference of their values means nothing."""
+    notes: Sequence[str] = ()
+    """One line for each limit of this comparison."""
 
     @property
     def reward_difference(self) -> float | None:
-        """Mean of the fork's reward minus the original's, over the problems of all steps; None if there are none."""
+        """Mean of the fork's reward minus the original's, over the problems of all steps; None if there are none.
+
+        None, too, if the fork computes other rewards.
+        """
+        if not self.same_rewards:
+            return None
         known = [
             (each.problems, each.fork - each.original)
             for each in self.rewards
@@ -91,6 +106,12 @@ def compare_runs(original: RunData, fork: RunData, at: int) -> RunComparison:
             first = compare_steps(here, there).first
         if here.groups or there.groups:
             rewards.append(_compare_rewards(here, there))
+    same_rewards = _rewards_settings(original) == _rewards_settings(fork)
+    notes = []
+    if not same_rewards:
+        notes.append("the fork computes other rewards than the run, so their values are not compared")
+    if last > at and not is_of_latest_launch(original, at + 1):
+        notes.append(f"step {at + 1} {EARLIER_LAUNCH}")
     return RunComparison(
         original=original.folder.uri,
         fork=fork.folder.uri,
@@ -99,7 +120,23 @@ def compare_runs(original: RunData, fork: RunData, at: int) -> RunComparison:
         first_difference=first,
         rewards=rewards,
         heldout=_compare_heldout(original, fork, at, last),
+        same_rewards=same_rewards,
+        notes=notes,
     )
+
+
+def _rewards_settings(run: RunData) -> tuple[Any, Any]:
+    """Return the recorded settings that determine the rewards."""
+    return run.section("rewards"), run.section("grpo").get("reward_weights")
+
+
+def is_of_latest_launch(run: RunData, step: int) -> bool:
+    """Return True if a step was taken by the run's latest launch, with whose settings `config.yaml` was written."""
+    launches = [number for number, each in enumerate(run.events) if each["event"] == "launched"]
+    if len(launches) < 2:
+        return True
+    starts = [each["step"] for each in run.events[launches[-1] :] if each["event"] == "began"]
+    return bool(starts) and step > min(starts)
 
 
 def last_step(run: RunData) -> int:
@@ -110,16 +147,22 @@ def last_step(run: RunData) -> int:
 def _pairs_of_records(
     original: RunData, fork: RunData, first: int, last: int
 ) -> Iterator[tuple[StepRecord, StepRecord]]:
-    """Yield the records of each step, in the order of steps, reading as many steps at once as one file has."""
-    ends = sorted(
-        {min(file.last_step, last) for file in list_rollout_files(original.folder) if file.last_step >= first}
-    )
+    """Yield the records of each step, in the order of steps, reading as many steps at once as one file has.
+
+    Groups are written at checkpoints, and metrics at once: records of steps beyond the groups of one run have none.
+    """
+    files = list_rollout_files(original.folder)
+    ends = sorted({min(file.last_step, last) for file in files if file.last_step >= first})
+    written = [max((file.last_step for file in each), default=0) for each in (files, list_rollout_files(fork.folder))]
     for end in [*ends, last]:
         if end < first:
             continue
         here, there = (read_records(run, first, end) for run in (original, fork))
         for step in sorted({*here, *there}):
-            yield here.get(step, StepRecord(step, ())), there.get(step, StepRecord(step, ()))
+            pair = [records.get(step, StepRecord(step, ())) for records in (here, there)]
+            if step > min(written):
+                pair = [replace(record, groups=()) for record in pair]
+            yield pair[0], pair[1]
         first = end + 1
 
 

@@ -47,10 +47,13 @@ def print_used_problems(found: UsedProblems) -> None:
 def print_comparison(comparison: "RunComparison") -> None:
     """Print a fork beside its original: rewards per step, held-out measures with paired tests, first difference."""
     console = wide_console()
+    for note in comparison.notes:
+        console.print(escape(one_line(note)), highlight=False)
     steps = Table("step", "problems", "reward of the run", "reward of the fork", "difference")
     shown = comparison.rewards[:: max(1, -(-len(comparison.rewards) // EXAMPLES))]
     for each in shown:
-        difference = "-" if each.original is None or each.fork is None else f"{each.fork - each.original:+.3f}"
+        is_known = comparison.same_rewards and each.original is not None and each.fork is not None
+        difference = f"{each.fork - each.original:+.3f}" if is_known else "-"
         steps.add_row(str(each.step), str(each.problems), _number(each.original), _number(each.fork), difference)
     if shown:
         console.print(steps, highlight=False)
@@ -91,6 +94,8 @@ def print_replay(outcome: "Replay") -> None:
     for quantity, result in outcome.comparison.outcomes.items():
         table.add_row(quantity, result)
     console.print(table, highlight=False)
+    for note in outcome.notes:
+        console.print(escape(one_line(note)), highlight=False)
     for name, (recorded, current) in outcome.changed_versions.items():
         console.print(escape(one_line(f"{name}: recorded with {recorded}, replayed with {current}")), highlight=False)
     where = f"step {outcome.comparison.step}, computed again from " + (

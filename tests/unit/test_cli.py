@@ -67,6 +67,15 @@ def test_export_options_any_order(line: str) -> None:
     assert (parsed["checkpoint"], parsed["folder"], parsed["dtype"]) == ("CHECKPOINT", "FOLDER", "float32")
 
 
+@pytest.mark.parametrize("command", [["fork", "run", "--at", "0"], ["replay", "run", "--step", "1"]])
+def test_file_that_cannot_be_written_is_refused_at_once(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for path in (tmp_path / "no folder" / "out.json", tmp_path):
+        assert main([*command, "--json", str(path)]) == 2
+        assert f"--json {path} cannot be written" in capsys.readouterr().err
+
+
 def test_report_options_between_runs() -> None:
     parsed = parse(["report", "a", "--out", "x.html", "b"])
     assert (parsed["runs"], parsed["out"]) == (["a", "b"], "x.html")

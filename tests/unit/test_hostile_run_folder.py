@@ -117,6 +117,7 @@ CODE = {
     "heldout.score=evil:f": "heldout.score: evil:f",
     "model.trust_remote_code=true": "model.trust_remote_code: true",
     "grpo.model_init_kwargs={attn_implementation: evil/kernel}": "grpo.model_init_kwargs",
+    "run.from_checkpoint=https://evil/checkpoint-000002": "run.from_checkpoint: https://evil/checkpoint-000002",
     "engine.compile_cache=/tmp/evil": "engine.compile_cache: /tmp/evil",
     "engine.vllm={worker_cls: evil.Worker}": "engine.vllm: {'worker_cls': 'evil.Worker'}",
     "data.train=reference://x": "data: reference://x",
@@ -134,7 +135,9 @@ def test_fork_and_replay_ask_for_trust_in_settings_that_run_code(override: str) 
 
 
 def test_fork_and_replay_take_harmless_settings_without_trust() -> None:
-    examples = ["rollout.tools=['grpo_ray.tools.examples:calculator']", "engine.vllm={enforce_eager: true}"]
+    # Both commands leave out the address of messages.
+    examples = ["run.notify=https://example.org/post"]
+    examples += ["rollout.tools=['grpo_ray.tools.examples:calculator']", "engine.vllm={enforce_eager: true}"]
     assert recorded_code(load_config(None, examples).to_dict()) == [] and recorded_code({}) == []
 
 

@@ -19,6 +19,9 @@ from grpo_ray.text.redaction import redact
 
 FINGERPRINT_FILE = "problems.json"
 """File of the run folder with the fingerprint of the training problems (`ledger.DatasetFingerprint`)."""
+FORK_FILE = "fork.json"
+"""File of a branch of another run with its origin, written when the copy is complete (`experiments/`). The branch is a
+continuation of that run from its first launch on, even at step 0, where it has no checkpoint."""
 POLICY_CONTENTS = "policy.json"
 """File of the run folder with the contents of the policy that the run began with (`policy_digest.policy_contents`)."""
 
@@ -46,11 +49,16 @@ def check_same_run(context: RunContext) -> Sequence[str]:
     if replaces_old_run(context):
         return ()
     checkpoint_upload.finish_commits(folder)
-    if not checkpoints.list_checkpoints(folder) or not folder.exists("config.yaml"):
+    if not _is_continued(folder) or not folder.exists("config.yaml"):
         return ()
     recorded = _with_moved_policy(context, read_recorded_config(folder))
     require_same_fields(context.config, recorded, folder.uri, is_other_run=False)
     return ()
+
+
+def _is_continued(folder: RunFolder) -> bool:
+    """Return True if a launch continues a run, and does not begin it anew."""
+    return bool(checkpoints.list_checkpoints(folder)) or folder.exists(FORK_FILE)
 
 
 def _with_moved_policy(context: RunContext, recorded: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -128,7 +136,7 @@ def check_dataset(context: RunContext, fingerprint: DatasetFingerprint) -> None:
     config, folder = context.config, context.folder
     if replaces_old_run(context):
         return
-    has_started = folder.exists(FINGERPRINT_FILE) and checkpoints.list_checkpoints(folder)
+    has_started = folder.exists(FINGERPRINT_FILE) and _is_continued(folder)
     if has_started and not config.data.accept_changes:
         require_same_problems(config, read_fingerprint(folder), fingerprint, folder.uri)
 

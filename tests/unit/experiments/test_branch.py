@@ -73,7 +73,18 @@ def test_branch_at_the_start_has_no_checkpoint(run: RunFolder, tmp_path: Path) -
     target = RunFolder(str(tmp_path), "branch")
     assert find_start(run, 0) is None
     write_branch(run, None, target)
-    assert set(target.file_sizes()) == {"unverifiable.json", "overlong.json", "verdicts/1.json", "heldout_before.json"}
+    assert set(target.file_sizes()) == {
+        *("config.yaml", "problems.json", "policy.json", "unverifiable.json", "overlong.json"),
+        *("verdicts/1.json", "heldout_before.json"),
+    }
+
+
+def test_damaged_config_is_not_copied(run: RunFolder, tmp_path: Path) -> None:
+    run.write_text("a: [", "config.yaml")
+    for step in (0, 4):
+        target = RunFolder(str(tmp_path), f"branch-{step}")
+        write_branch(run, find_start(run, step), target)
+        assert not target.exists("config.yaml") and target.exists("problems.json")
 
 
 def test_checkpoint_that_the_run_deletes_meanwhile_is_named(

@@ -1,6 +1,8 @@
 """Tests of a fork's settings, name and folder; whole forks are in tests/integration/experiments."""
 
 import dataclasses
+import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +12,16 @@ import yaml
 from grpo_ray.config.loader import load_config
 from grpo_ray.config.schema import SECTIONS
 from grpo_ray.driver.preflight.resume_fields import FIXED
-from grpo_ray.errors import ConfigError, DamagedFileError
+from grpo_ray.driver.preflight.same_run import FORK_FILE
+from grpo_ray.errors import CheckpointError, ConfigError, DamagedFileError, TakenRunError
 from grpo_ray.experiments import fork as forks
+from grpo_ray.experiments import replay as replays
 from grpo_ray.experiments.fork_fields import LAUNCH, REFUSED, require_changeable
 from grpo_ray.experiments.replay import compare_versions, first_of_batch, replay_config
+from grpo_ray.storage import lease
+from grpo_ray.storage.lease import Driver
 from grpo_ray.storage.run_folder import RunFolder
+from grpo_ray.text.redaction import HIDDEN
 
 
 def recorded_run(folder: Path, *overrides: str) -> RunFolder:
@@ -104,16 +111,102 @@ def test_name_is_derived_from_run_step_and_changes() -> None:
 
 def test_folder_of_a_fork_is_written_once(tmp_path: Path) -> None:
     run, target = recorded_run(tmp_path), RunFolder(str(tmp_path), "fork")
-    forks.prepare_fork(run, None, target, ["grpo.beta=0.1", "run.name=fork"])
-    origin = target.read_json(forks.FORK_FILE)
+    forks.prepare_fork(run, 0, target, ["grpo.beta=0.1", "run.name=fork"])
+    origin = target.read_json(FORK_FILE)
     assert (origin["run"], origin["step"], origin["changes"]) == (run.uri, 0, ["grpo.beta=0.1"])
-    forks.prepare_fork(run, None, target, ["grpo.beta=0.1"])  # an interrupted fork goes on
+    forks.prepare_fork(run, 0, target, ["grpo.beta=0.1"])  # an interrupted fork goes on
     with pytest.raises(ConfigError, match="is another fork"):
-        forks.prepare_fork(run, None, target, ["grpo.beta=0.2"])
+        forks.prepare_fork(run, 0, target, ["grpo.beta=0.2"])
     with pytest.raises(ConfigError, match="exists, and is no fork of"):
-        forks.prepare_fork(run, None, run, [])
+        forks.prepare_fork(run, 0, run, [])
     with pytest.raises(ConfigError, match="is the run itself"):
         forks.require_other_folder(run, RunFolder(str(tmp_path), "run"))
+
+
+def test_fork_goes_on_without_the_checkpoint_of_the_original(tmp_path: Path) -> None:
+    run, target = recorded_run(tmp_path), RunFolder(str(tmp_path), "fork")
+    with pytest.raises(CheckpointError, match="has no checkpoint of step 4"):
+        forks.prepare_fork(run, 4, target, ["grpo.beta=0.1"])
+    assert not target.exists()
+    target.write_json(forks.describe_fork(run, 4, ["grpo.beta=0.1"]) | {"checkpoint": "c", "digest": "d"}, FORK_FILE)
+    forks.prepare_fork(run, 4, target, ["grpo.beta=0.1"])
+    for step, change in ((2, "grpo.beta=0.1"), (4, "grpo.beta=0.2")):
+        with pytest.raises(ConfigError, match="is another fork"):
+            forks.prepare_fork(run, step, target, [change])
+
+
+def hold(folder: RunFolder) -> Driver:
+    """Write the files of another process, which lives, and has the lease of a folder."""
+    living = os.getppid()
+    start = lease._process_start(living)
+    assert start is not None
+    driver = replace(Driver.of_this_process(), pid=living, process_start=start)
+    folder.write_text("7", lease.FOLDER, f"{driver.id}.beat")
+    folder.write_json(dataclasses.asdict(driver), lease.FOLDER, lease.HOLDER)
+    return driver
+
+
+def test_fork_is_taken_over_on_demand(tmp_path: Path) -> None:
+    run, target = recorded_run(tmp_path), RunFolder(str(tmp_path), "fork")
+    forks.prepare_fork(run, 0, target, [])
+    driver = hold(target)
+    with pytest.raises(TakenRunError):
+        forks.prepare_fork(run, 0, target, [])
+    forks.prepare_fork(run, 0, target, [], takeover=driver.id)
+
+
+def test_replay_leaves_the_folder_of_another_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = recorded_run(tmp_path)
+    run.write_text('{"step": 1}\n{"step": 2}\n', "metrics.jsonl")
+    run.write_json({"metrics": {"step": 1}, "serial": 1, "files": {}}, "checkpoint-000001", "manifest.json")
+    target = RunFolder(str(tmp_path), "run-replay-2")
+    # The other replay begins while the checkpoint is verified.
+    monkeypatch.setattr(replays, "require_sound", lambda checkpoint: hold(target))
+    with pytest.raises(ConfigError, match="exists; delete it, or set another"):
+        replays.replay(str(run.local), 2)
+    assert target.exists(lease.FOLDER, lease.HOLDER)
+
+
+def test_config_accepts_no_changed_problems(tmp_path: Path) -> None:
+    run = recorded_run(tmp_path, "data.accept_changes=true")
+    assert not config_of(run).data.accept_changes
+    own = tmp_path / "own.yaml"
+    own.write_text("data: {accept_changes: true}")
+    assert not config_of(run, config_path=str(own)).data.accept_changes
+
+
+def test_recorded_address_of_messages_is_left_out(tmp_path: Path) -> None:
+    run = recorded_run(tmp_path)
+    settings = yaml.safe_load(run.read_text("config.yaml"))
+    for address in (HIDDEN, "https://stranger.example"):
+        settings["run"]["notify"] = address
+        run.write_text(yaml.safe_dump(settings), "config.yaml")
+        assert config_of(run).run.notify is None
+        assert replay_config(config_of(run), run, 1, []).run.notify is None
+    assert config_of(run, "run.notify=https://own.example").run.notify == "https://own.example"
+
+
+def test_damaged_record_is_not_compared_with_a_given_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = recorded_run(tmp_path)
+    config = config_of(run)
+    run.write_text("a: [", "config.yaml")
+    forks.require_same_run(config, run, 4, is_given=True)
+    assert "config.yaml is damaged" in capsys.readouterr().out
+    with pytest.raises(DamagedFileError):
+        forks.require_same_run(config, run, 4)
+
+
+def test_secrets_are_in_no_name_of_a_fork(tmp_path: Path) -> None:
+    token = "hf_" + "a1B2" * 8
+    for override in (
+        f"grpo.hub_token={token}",
+        "rewards.settings={judge: {api_key: abcdefgh123}}",
+        "grpo.my_secret=x9",
+    ):
+        name = forks.fork_name("math", 40, [override])
+        assert name.startswith("math-fork-40-") and len(name) == len("math-fork-40-") + 8
+        changes = forks.describe_fork(recorded_run(tmp_path), 0, [override])["changes"]
+        assert HIDDEN in changes[0] and override.rpartition("=")[2] not in changes[0]
 
 
 def test_replay_pauses_after_the_step_and_reports_to_nobody(tmp_path: Path) -> None:

@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from page_samples import make_group, write_run
+from page_samples import CONFIG, make_group, write_run
 
-from grpo_ray.experiments.run_comparison import RunComparison, compare_runs, read_contents
+from grpo_ray.experiments.run_comparison import RunComparison, compare_runs, is_of_latest_launch, read_contents
 from grpo_ray.experiments.tables import print_comparison
 from grpo_ray.storage.records.groups import GroupRecord
 from grpo_ray.storage.records.heldout_files import HeldoutRecord, write_heldout
@@ -59,6 +59,62 @@ def test_difference_of_the_gradient_in_a_step_without_groups_is_found(tmp_path: 
     found = compare(original, fork).first_difference
     assert found is not None and (found.step, found.quantity) == (3, "gradient")
     assert compare(original, original).first_difference is None
+
+
+def test_groups_that_one_run_has_not_written_yet_are_no_difference(tmp_path: Path) -> None:
+    """A run writes its metrics at each step, and its groups at its checkpoints."""
+    groups = [[make_group(1, A, (0.0,))], [make_group(2, B, (1.0,))], [make_group(3, C, (1.0,))]]
+    original = write(tmp_path, "run", groups, {1: 0.5, 2: 0.5, 3: 0.5})
+    killed = write(tmp_path, "killed", groups[:2], {1: 0.5, 2: 0.5, 3: 0.5})
+    for pair in ((original, killed), (killed, original)):
+        compared = compare(*pair)
+        assert (compared.last, compared.first_difference) == (3, None)
+        assert [each.step for each in compared.rewards] == [2]
+    other = write(tmp_path, "other", groups[:2], {1: 0.5, 2: 0.5, 3: 0.25})
+    found = compare(original, other).first_difference
+    assert found is not None and (found.step, found.quantity) == (3, "gradient")
+
+
+@pytest.mark.parametrize(
+    "changed", [{"rewards": {"functions": ["correctness"]}}, {"grpo": {"reward_weights": [1.0, 0.5]}}]
+)
+def test_other_rewards_have_no_mean_difference(
+    tmp_path: Path, changed: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    groups = [[make_group(1, A, (0.0,))], [make_group(2, A, (1.0,))]]
+    original = write(tmp_path, "run", groups, {1: 0.5, 2: 0.5})
+    assert compare(original, original).reward_difference == 0.0
+    fork = write(tmp_path, "fork", [groups[0], [make_group(2, A, (0.0,))]], {1: 0.5, 2: 0.5}, config=CONFIG | changed)
+    compared = compare(original, fork)
+    assert (compared.reward_difference, compared.to_dict()["reward_difference"]) == (None, None)
+    print_comparison(compared)
+    text = capsys.readouterr().out
+    assert (
+        "the fork computes other rewards than the run" in text and "mean difference" not in text and "-1.0" not in text
+    )
+
+
+BEGAN = [("launched", None), ("began", 0), ("ended", None), ("launched", None), ("began", 2), ("began", 4)]
+
+
+@pytest.mark.parametrize(
+    ("events", "of_latest"),
+    [(BEGAN, [False, False, True]), (BEGAN[:3], [True] * 3), (BEGAN[:4], [False] * 3), ([], [True] * 3)],
+    ids=["continued", "one launch", "launch without a step", "no events"],
+)
+def test_step_of_an_earlier_launch_is_noted(
+    tmp_path: Path, events: list[tuple[str, int | None]], of_latest: list[bool]
+) -> None:
+    rows = [
+        {"event": kind, "at": 1.0} | ({} if step is None else {"step": step, "workers": 2}) for kind, step in events
+    ]
+    groups = [[make_group(1, A, (0.0,))], [make_group(2, A, (1.0,))]]
+    run = write(tmp_path, "run", groups, {1: 0.5, 2: 0.5}, events=rows)
+    contents = read_contents(str(run.local))
+    assert [is_of_latest_launch(contents, step) for step in (1, 2, 3)] == of_latest
+    notes = compare(run, run).notes
+    assert len(notes) == (not of_latest[1])
+    assert all(each.startswith("step 2 of the run was taken by an earlier launch") for each in notes)
 
 
 def test_groups_without_known_rewards_are_left_out(tmp_path: Path) -> None:

@@ -12,9 +12,12 @@ from grpo_ray.config.loader import load_config
 from grpo_ray.data.ledger import DatasetFingerprint
 from grpo_ray.driver.preflight.run_context import RunContext
 from grpo_ray.driver.preflight.same_run import (
+    FORK_FILE,
+    POLICY_CONTENTS,
     check_dataset,
     check_old_run,
     check_same_run,
+    record_dataset,
     replaces_old_run,
     require_same_problems,
 )
@@ -53,6 +56,29 @@ def test_check_same_run_changed_field_raises(changed: str, tmp_path: Path) -> No
     check_same_run(make_context(tmp_path, "grpo.save_steps=2", "grpo.max_steps=7"))
     with pytest.raises(ConfigError, match=changed.partition("=")[0].replace(".", r"\.")):
         check_same_run(other)
+
+
+def test_branch_at_step_0_has_the_settings_and_problems_of_its_run(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "policy").mkdir()
+    for name in ("config.json", "tokenizer.json", "model.safetensors"):
+        (tmp_path / "policy" / name).write_text("{}")
+    path = f"model.path={tmp_path / 'policy'}"
+    first = make_context(tmp_path, path)
+    first.folder.write_text(yaml.safe_dump(first.config.to_dict()), "config.yaml")
+    first.folder.write_json(dict(first.policy_contents), POLICY_CONTENTS)
+    record_dataset(first.folder, DatasetFingerprint.of(["a"]))
+    check_dataset(first, DatasetFingerprint.of(["b"]))  # a run that was killed before its first checkpoint
+    first.folder.write_json({"step": 0}, FORK_FILE)
+    check_same_run(first)
+    check_dataset(first, DatasetFingerprint.of(["a"]))
+    with pytest.raises(ConfigError, match="not the same ones"):
+        check_dataset(first, DatasetFingerprint.of(["b"]))
+    with pytest.raises(ConfigError, match=r"run\.seed"):
+        check_same_run(make_context(tmp_path, path, "run.seed=1"))
+    (tmp_path / "policy" / "config.json").write_text('{"hidden_size": 4}')
+    with pytest.raises(ConfigError, match="its config are not those that the run"):
+        check_same_run(make_context(tmp_path, path))
 
 
 def test_replaces_old_run_only_with_resume_never(tmp_path: Path) -> None:
