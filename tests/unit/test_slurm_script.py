@@ -26,9 +26,9 @@ PROGRAMS = {
 WAITING = """\
 trap 'echo TERM >>"$LOG"' TERM
 echo waiting >>"$LOG"
-until [[ -e $LOG.end ]]; do sleep 0.05; done
+for _ in {1..2400}; do [[ -e $LOG.end ]] && break; sleep 0.05; done
 exit 143"""
-"""Driver that waits for a file, and writes down each signal."""
+"""Driver that waits for a file, two minutes at most, and writes down each signal."""
 LIMIT = 120.0
 """Seconds for a line on a busy machine."""
 
