@@ -215,7 +215,8 @@ def require_other_folder(source: RunFolder, target: RunFolder) -> None:
 
 def fork_name(name: str, step: int, overrides: Sequence[str]) -> str:
     """Return the default name of a fork, from its run, its step and its changed settings."""
-    changes = [each.partition(".")[2] for each in overrides if not each.startswith("run.")]
+    overrides = [each for each in overrides if not each.startswith("run.")]
+    changes = [each.partition(".")[2] for each in overrides]
     text = re.sub(r"[^A-Za-z0-9._-]+", "-", "-".join([f"{name}-fork-{step}", *changes])).strip("-.")
     has_secrets = any(_without_secrets(each) != each for each in overrides)
     if len(text) <= NAME_CHARS and not has_secrets:

@@ -52,8 +52,9 @@ def print_comparison(comparison: "RunComparison") -> None:
     steps = Table("step", "problems", "reward of the run", "reward of the fork", "difference")
     shown = comparison.rewards[:: max(1, -(-len(comparison.rewards) // EXAMPLES))]
     for each in shown:
-        is_known = comparison.same_rewards and each.original is not None and each.fork is not None
-        difference = f"{each.fork - each.original:+.3f}" if is_known else "-"
+        difference = "-"
+        if comparison.same_rewards and each.original is not None and each.fork is not None:
+            difference = f"{each.fork - each.original:+.3f}"
         steps.add_row(str(each.step), str(each.problems), _number(each.original), _number(each.fork), difference)
     if shown:
         console.print(steps, highlight=False)

@@ -106,6 +106,7 @@ def test_name_is_derived_from_run_step_and_changes() -> None:
     )
     long = forks.fork_name("math", 40, [f"rewards.functions=[{'x' * 90}]"])
     assert long.startswith("math-fork-40-") and len(long) == len("math-fork-40-") + 8
+    assert long == forks.fork_name("math", 40, [f"rewards.functions=[{'x' * 90}]", "run.takeover=x"])
     assert long != forks.fork_name("math", 40, [f"rewards.functions=[{'y' * 90}]"])
 
 
