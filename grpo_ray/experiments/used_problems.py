@@ -239,8 +239,8 @@ def _read_for_sources(
     if not read:
         raise next(iter(errors.values()))
     first, found = next(iter(read.items()))
-    for source, error in errors.items():
-        notes.append(f"the columns of the source {source} do not fit, those of {first} are taken for it: {error}")
+    for source, reason in errors.items():
+        notes.append(f"the columns of the source {source} do not fit, those of {first} are taken for it: {reason}")
         read[source] = found
     if not all(each.is_comparable for each in read.values()):
         notes.append(f"the run has trained on demonstrations (run.kind=sft), and {problems} has no column {COMPLETION}")
