@@ -325,9 +325,8 @@ class PreparedRun:
         is_complete = bool(stored) and stored[-1].step >= config.grpo.max_steps
         stopped_by = None if is_complete else self.stopped_by
         is_paused = not is_complete and not stopped_by and bool(stored) and stored[-1].step >= config.last_step
-        is_unmeasured = bool(stored) and stored[-1].measured_on is None
-        is_measured_otherwise = is_paused and stored[-1].measured_on != plan.heldout_conditions
-        if (is_complete and is_unmeasured) or is_measured_otherwise:
+        measured_on = stored[-1].measured_on if stored else None
+        if (is_complete and measured_on is None) or (is_paused and measured_on != plan.heldout_conditions):
             stored[-1] = self._measure_checkpoint(stored[-1])
         best = checkpoints.best_checkpoint(stored, config.ranking_metric)
         after = {} if best is None else self._heldout_measures(best, measure_others=not stopped_by)
