@@ -34,6 +34,8 @@ RETRY_SECONDS = 10.0
 """Seconds to retry while the storage cannot be reached, before the page shows the error."""
 STOP_SECONDS = 1.0
 """Longest wait for responses in progress when the server stops, in seconds."""
+SIGNAL_SECONDS = 0.5
+"""Longest time for which the main thread waits without looking for signals, in seconds."""
 MAX_CONNECTIONS = 64
 """Number of open connections at which further requests get status 503."""
 MAX_PARAMETERS = 20
@@ -123,7 +125,10 @@ class WatchServer:
 
     def wait(self) -> None:
         """Wait until the server has stopped."""
-        self._thread.join()
+        # Not one `join()`: Python's handler runs in the main thread only, and a signal does not end that thread's wait
+        # if it arrives just before the wait, or in another thread.
+        while self._thread.is_alive():
+            self._thread.join(SIGNAL_SECONDS)
 
     def __enter__(self) -> "WatchServer":
         self._thread.start()

@@ -1,6 +1,7 @@
 """Tests of the live page's server: real HTTP requests, the command, and a run on an object store."""
 
 import contextlib
+import http.client
 import json
 import signal
 import socket
@@ -34,6 +35,20 @@ api.ANSWERS["groups"] = hang
 sys.exit(cli.main())
 """
 """The command, with storage from which no group is ever read."""
+
+INTERRUPTED_THREAD = """
+import signal, sys, threading
+from grpo_ray import cli
+from grpo_ray.pages.watch import api
+
+def interrupt(snapshot, given):
+    signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+    return {}
+
+api.ANSWERS["groups"] = interrupt
+sys.exit(cli.main())
+"""
+"""The command, with a request whose thread receives the signal of Ctrl-C in place of the main thread."""
 
 
 @pytest.fixture
@@ -241,6 +256,15 @@ def test_watch_command_ends_while_storage_hangs(tmp_path: Path) -> None:
             assert process.stdout is not None and process.stdout.readline() == "hangs\n"
             process.send_signal(signal.SIGINT)
             assert process.wait(60) == 0 and process.stderr is not None and process.stderr.read() == ""
+
+
+def test_watch_command_signal_in_another_thread_ends_it(tmp_path: Path) -> None:
+    with watch_command(write_run(tmp_path), ("-c", INTERRUPTED_THREAD)) as (process, url):
+        port = int(url.split(":")[2].strip("/"))
+        wait_for(lambda: json.loads(request(port, "/api/state")[1])["number"] == 1, "the first reading")
+        with contextlib.suppress(ConnectionError, http.client.HTTPException):  # the process may end before the response
+            request(port, "/api/groups")
+        assert process.wait(60) == 0 and process.stderr is not None and process.stderr.read() == ""
 
 
 def test_watch_command_mistakes_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
