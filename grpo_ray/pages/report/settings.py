@@ -105,10 +105,10 @@ def _format_value(value: object, name: str = "", depth: int = 0) -> str:
 
     Args:
         value: Value read from YAML.
-        name: Name of the setting; the value of a secret is masked.
+        name: Name of the setting; the value of a secret is masked if it has one.
         depth: Levels of nesting around the value.
     """
-    if is_secret_name(name):
+    if is_secret_name(name) and value is not None:
         return HIDDEN
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]

@@ -7,7 +7,8 @@ import pytest
 from page_samples import CONFIG, write_run
 
 from grpo_ray.pages.report.read import read_run
-from grpo_ray.pages.report.settings import run_facts
+from grpo_ray.pages.report.settings import Setting, run_facts, run_settings
+from grpo_ray.text.redaction import HIDDEN
 
 
 @pytest.mark.parametrize(
@@ -43,3 +44,9 @@ def test_run_facts_name_dedicated_engines(
 ) -> None:
     config = CONFIG | {"engine": engine, "cluster": CONFIG["cluster"] | {"use_gpu": use_gpu}}
     assert dict(run_facts(read_run(str(write_run(tmp_path, config=config).local)))).get("engines") == expected
+
+
+@pytest.mark.parametrize(("notify", "shown", "changed"), [(None, "null", False), ("https://chat/hook", HIDDEN, True)])
+def test_run_settings_masked_only_with_a_value(tmp_path: Path, notify: str | None, shown: str, changed: bool) -> None:
+    folder = write_run(tmp_path, config=CONFIG | {"run": CONFIG["run"] | {"notify": notify}})
+    assert Setting("run.notify", shown, changed) in run_settings(read_run(str(folder.local)))
