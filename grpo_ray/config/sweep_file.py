@@ -35,7 +35,7 @@ Space = Annotated[
 ]
 
 SET_BY_SWEEP = {
-    "run.name": "it is set by the key `name` of an entry of `trials`",
+    "run.name": "it is set by the key `name` of an entry of `trials`, and that of the sweep by `name`",
     "run.storage_path": "it is set by an override on the command line",
     "run.resume": "a trial always continues from its latest checkpoint",
     "run.takeover": "a sweep has its own lease",
@@ -45,6 +45,8 @@ SET_BY_SWEEP = {
     "run.from_checkpoint": "it is set by the base config, or by `grpo-ray sweep clone`",
 }
 """Key that trials cannot vary -> the reason, or the place that sets it."""
+NOT_FOR_ALL_TRIALS = ("run.name", "run.resume", "run.pause_at", "run.group")
+"""Those of them that an override on the command line cannot set either: it would have no effect."""
 TRIAL_NAME = "name"
 """Key of an entry of `trials` that is no key of the config."""
 

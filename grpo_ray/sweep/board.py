@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 KEPT_LINES = 200
-"""Latest lines of each trial that wait for the sweep to read them."""
+"""Latest lines of all trials that wait for the sweep to read them."""
 
 
 class TrialActivity(NamedTuple):

@@ -11,7 +11,7 @@ from grpo_ray.evaluation.paired import PairedComparison, compare_paired
 from grpo_ray.storage import checkpoints
 from grpo_ray.storage.checkpoints import CheckpointInfo
 from grpo_ray.storage.numbers import to_finite
-from grpo_ray.storage.records.heldout_files import list_heldout_files, read_heldout, read_measurement
+from grpo_ray.storage.records.heldout_files import list_heldout_files, read_measurement, read_verdicts
 from grpo_ray.storage.run_folder import RunFolder
 from grpo_ray.sweep.halving import rank
 from grpo_ray.sweep.state import SweepState
@@ -137,13 +137,7 @@ def _read_verdicts(checkpoint: CheckpointInfo, key: str) -> tuple[str, dict[str,
     measurement = read_measurement(folder, file)
     if measurement.policy != checkpoint.name:  # of another checkpoint of this step, which was taken again
         return None
-    columns = read_heldout(folder, file).select(["problem", "correct"]).to_pydict()
-    verdicts = {
-        problem: [math.nan if verdict is None else verdict for verdict in row or ()]
-        for problem, row in zip(columns["problem"], columns["correct"], strict=True)
-        if problem is not None
-    }
-    return measurement.conditions, verdicts
+    return measurement.conditions, read_verdicts(folder, file)
 
 
 def write_results(folder: RunFolder, results: Sequence[TrialResult], state: SweepState) -> None:

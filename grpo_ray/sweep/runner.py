@@ -1,5 +1,6 @@
 """Loop of a sweep: launches trials, compares them at rungs, carries out the user's requests, and shows a table."""
 
+import math
 import signal
 import threading
 import time
@@ -20,7 +21,7 @@ from grpo_ray.driver.summary import PAUSED
 from grpo_ray.errors import ConfigError, GrpoRayError, TakenRunError, TrainingError
 from grpo_ray.resilience.error_triage import describe_worker_error
 from grpo_ray.resilience.hangup import survives_hangup
-from grpo_ray.resilience.ray_internals import orphaned_placement_groups
+from grpo_ray.resilience.ray_internals import has_autoscaler, orphaned_placement_groups
 from grpo_ray.storage import checkpoints
 from grpo_ray.storage.lease import RunLease
 from grpo_ray.storage.numbers import to_finite
@@ -84,6 +85,8 @@ class _TrialFacts:
     step: int = 0
     value: float | None = None
     """Metric that trials are compared by, of the latest checkpoint."""
+    was_measured: bool = False
+    """True if the held-out sets were measured for the latest checkpoint, although the value may be unknown."""
     retry_at: float = 0.0
     """Time of the monotonic clock before which the trial is not launched."""
     lost_drivers: int = 0
@@ -186,7 +189,9 @@ class SweepRunner:
         self._stop = SweepStop()
         self._lost: str | None = None
         self._activities: Mapping[str, TrialActivity] = {}
-        self._capacity: dict[str, float] = {}
+        self._taken: dict[str, float] = {}
+        """CPUs and GPUs that others held when the sweep has connected."""
+        self._has_autoscaler = False
         self._board: Any = None
         self._next_requests = 0.0
         """Time of the monotonic clock of the next look for requests."""
@@ -262,8 +267,9 @@ class SweepRunner:
             # Code of a policy is about to run in processes of this user (`driver/cluster/warm_start.py`). A run by
             # itself waits until its workers have started; here others start later.
             end_warm_start()
-        free = ray.available_resources()
-        self._capacity = {name: free.get(name, 0.0) for name in ("CPU", "GPU")}
+        self._has_autoscaler = has_autoscaler()
+        total, free = ray.cluster_resources(), ray.available_resources()
+        self._taken = {name: total.get(name, 0.0) - free.get(name, 0.0) for name in ("CPU", "GPU")}
         self._board = ray.remote(num_cpus=0, scheduling_strategy=on_this_node())(SweepBoard).remote()
 
     def _set_lost(self, process: str) -> None:
@@ -290,6 +296,7 @@ class SweepRunner:
         stored = checkpoints.list_checkpoints(self._trial_folder(name))
         facts.step = stored[-1].step if stored else 0
         facts.value = to_finite(stored[-1].metrics.get(self.metric)) if stored else None
+        facts.was_measured = bool(stored) and stored[-1].measured_on is not None
 
     def _write(self, state: SweepState) -> None:
         """Record a state, unless another process has taken the sweep over."""
@@ -305,11 +312,18 @@ class SweepRunner:
                 step=self._facts[name].step,
                 max_steps=self._configs[name].grpo.max_steps,
                 is_running=name in self._running,
-                is_unmeasured=self._facts[name].value is None
-                and self._facts[name].measured_at != self._facts[name].step,
+                is_unmeasured=self._is_unmeasured(name),
             )
             for name in (each.trial.name for each in self.state.active)
         ]
+
+    def _is_unmeasured(self, name: str) -> bool:
+        """Return True if a launch could measure the latest checkpoint of a trial, which has no value."""
+        facts = self._facts[name]
+        if facts.value is not None or facts.measured_at == facts.step:
+            return False
+        # After its last step, a run measures only a checkpoint that was never measured (`PreparedRun.finish`).
+        return facts.step < self._configs[name].grpo.max_steps or not facts.was_measured
 
     @property
     def _rung(self) -> int | None:
@@ -364,12 +378,14 @@ class SweepRunner:
         Ray decides about the places. A trial is launched in any case if none runs.
         """
         places = len(waiting) if self.sweep.parallel is None else self.sweep.parallel - len(self._running)
-        left = dict(self._capacity)
+        if not waiting or places <= 0:
+            return 0
+        left = self._capacity()
         for running in self._running.values():
             for resource, amount in run_resources(running.config).items():
                 left[resource] -= amount
         count = 0
-        for launch in waiting[: max(0, places)]:
+        for launch in waiting[:places]:
             needed = run_resources(self._configs[launch.name])
             fits = all(left[resource] >= amount for resource, amount in needed.items())
             if not fits and (count or self._running):
@@ -379,6 +395,17 @@ class SweepRunner:
             count += 1
         return count
 
+    def _capacity(self) -> dict[str, float]:
+        """Return the CPUs and GPUs that all trials together may take now: nodes may have joined or been lost.
+
+        Unlimited if the user has set a number of trials and an autoscaler may add nodes for them: it adds none unless
+        their workers wait for resources.
+        """
+        if self._has_autoscaler and self.sweep.parallel is not None:
+            return dict.fromkeys(self._taken, math.inf)
+        total = ray.cluster_resources()
+        return {name: total.get(name, 0.0) - taken for name, taken in self._taken.items()}
+
     def _start(self, launch: TrialLaunch) -> None:
         """Launch a trial."""
         name = launch.name
@@ -386,7 +413,7 @@ class SweepRunner:
         if record.trial.parent is not None and self._facts[name].step == 0:
             stored = checkpoints.list_checkpoints(self._trial_folder(record.trial.parent))
             if not stored:
-                self._fail(name, f"{record.trial.parent} has no checkpoint to begin with")
+                self._fail(name, f"{record.trial.parent} has no checkpoint yet; resume the clone once it has one")
                 return
             record = replace(record, started_from=stored[-1].name)
             self._write(self.state.with_record(record))
@@ -400,6 +427,7 @@ class SweepRunner:
         return tuple(dict.fromkeys((self.metric, "reward/mean", f"{self.configs.base.primary_heldout}/accuracy")))
 
     def _fail(self, name: str, reason: str) -> None:
+        self._facts[name].lost_drivers = 0  # the user may resume it
         self._write(self.state.with_standing(name, "failed", reason))
         self.screen.notice(f"{name} failed: {reason}")
 
@@ -444,21 +472,45 @@ class SweepRunner:
         """
         self._refresh(name)
         facts = self._facts[name]
+        is_active = self.state.record(name).standing == "active"
         if reason is not None:
             self._orphans_until = time.monotonic() + ORPHAN_SECONDS
-        if reason is None and facts.step == running.since and self.state.record(name).standing == "active":
-            if facts.step == running.config.run.pause_at:  # the launch was for the measurement only
+            if (deleted := self._deleted_start(name)) is not None:
+                reason, may_return = f"{deleted} was deleted before the clone had loaded it", True
+        elif facts.step == running.since and is_active and self._stop.received is None:
+            if facts.step >= running.config.last_step:  # the launch was for a measurement only
                 facts.measured_at = facts.step
             else:
                 reason, may_return = "its driver has ended without a step", True
+        took_steps = facts.step > running.since
+        facts.lost_drivers = 0 if took_steps or reason is None else facts.lost_drivers + 1
         if reason is None:
             return
-        facts.lost_drivers = 0 if facts.step > running.since else facts.lost_drivers + 1
-        if may_return and facts.lost_drivers <= MAX_LOST_DRIVERS:
+        if not is_active:  # the user has stopped it meanwhile
+            self.screen.notice(f"{name}: {reason}")
+        elif may_return and facts.lost_drivers <= MAX_LOST_DRIVERS:
             facts.retry_at = time.monotonic() + RETRY_SECONDS
-            self.screen.notice(f"{name}: {reason}; it is launched again from step {facts.step}")
-        elif self.state.record(name).standing == "active":
+            self.screen.notice(f"{name}: {reason}; {self._continuation(name)}")
+        else:
             self._fail(name, reason)
+
+    def _continuation(self, name: str) -> str:
+        """Return the end of a line about an active trial whose driver is lost."""
+        step = self._facts[name].step
+        if self._stop.received is not None:
+            return f"the next launch of the sweep continues from step {step}"
+        if any(launch.name == name for launch in plan_launches(self._progress(), self._rung, None, None)):
+            return f"it is launched again from step {step}"
+        return f"all that it had to do up to step {step} is saved"
+
+    def _deleted_start(self, name: str) -> str | None:
+        """Return the checkpoint that a clone without steps was to begin with, if its parent has deleted it since."""
+        record = self.state.record(name)
+        if record.started_from is None or record.trial.parent is None or self._facts[name].step > 0:
+            return None
+        stored = checkpoints.list_checkpoints(self._trial_folder(record.trial.parent))
+        is_there = any(each.name == record.started_from for each in stored)
+        return None if is_there else f"{record.trial.parent}/{record.started_from}"
 
     def _free_resources(self) -> None:
         """Free the resources that a driver has left behind, which has not ended by itself."""
@@ -550,7 +602,7 @@ class SweepRunner:
         self.lease.confirm()
         write_results(self.folder, results, self.state)
         page = write_page(self.folder, results, folders)
-        self.screen.show(self._rows(), last=True)
+        self.screen.show(self._rows())
         return SweepSummary(
             results=results,
             records={record.trial.name: record for record in self.state.records},

@@ -18,8 +18,8 @@ class TrialProgress:
     max_steps: int
     is_running: bool = False
     is_unmeasured: bool = False
-    """True if the latest checkpoint has no value of the metric that trials are compared by, and was not launched to be
-    measured: a stop has saved it without measuring."""
+    """True if the latest checkpoint lacks the metric that trials are compared by, because a stop or a killed driver has
+    left it so, and no launch has measured it since."""
 
     @property
     def is_finished(self) -> bool:
@@ -31,8 +31,9 @@ class TrialProgress:
         return self.step >= min(rung, self.max_steps) and not self.needs_measurement(rung)
 
     def needs_measurement(self, rung: int | None) -> bool:
-        """Return True if the trial is to be launched for the measurement at a rung only."""
-        return self.is_unmeasured and self.step == rung and not self.is_finished
+        """Return True if the trial is to be launched for a measurement only: at a rung, beyond it, or at its end."""
+        is_at_rung = rung is not None and self.step >= rung
+        return self.is_unmeasured and (is_at_rung or self.is_finished)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +42,8 @@ class TrialLaunch:
 
     name: str
     pause_at: int | None
-    """Step at which the launch ends; None: the trial's last one. A launch that begins there measures the checkpoint."""
+    """Step at which the launch ends; None: the trial's last one. A launch that begins there or later takes no step, but
+    measures the checkpoint."""
 
 
 def next_rung(rungs: Sequence[int], decided: Sequence[int]) -> int | None:

@@ -46,7 +46,8 @@ class SweepScreen:
     def __init__(self, console: Console | None = None):
         self.console = console or Console()
         self._live: Live | None = None
-        self._shown: dict[str, tuple[str, int]] = {}
+        self._shown: dict[str, str] = {}
+        """Trial -> its standing when a line about it was last printed."""
 
     def __enter__(self) -> Self:
         if self.console.is_terminal and not self.console.is_dumb_terminal:
@@ -68,33 +69,53 @@ class SweepScreen:
         if self._live is None:
             self.notice(f"{trial}: {one_line(text)}")
 
-    def show(self, rows: Sequence[TableRow], last: bool = False) -> None:
+    def show(self, rows: Sequence[TableRow]) -> None:
         """Redraw the table; elsewhere than on a terminal, print a line for each trial whose standing has changed."""
         if self._live is not None:
-            self._live.update(Group(build_table(rows)), refresh=True)
+            self._live.update(Group(build_table(rows, self.console.width)), refresh=True)
             return
         for row in rows:
-            if self._shown.get(row.name, ("waiting", 0))[0] != row.standing:
+            if self._shown.get(row.name, "waiting") != row.standing:
                 self.notice(f"{row.name} {row.standing} at step {row.step}/{row.max_steps}  {row.settings}")
-            self._shown[row.name] = row.standing, row.step
+            self._shown[row.name] = row.standing
 
 
-def build_table(rows: Sequence[TableRow]) -> Table:
-    """Return the table of a sweep."""
+def build_table(rows: Sequence[TableRow], width: int) -> Table:
+    """Return the table of a sweep, at most `width` characters wide."""
     table = Table(box=None, pad_edge=False, header_style="dim")
-    for name in ("trial", "settings", "", "step", "metric", "reward", ""):
-        table.add_column(name, justify="right" if name in ("step", "metric", "reward") else "left", no_wrap=True)
+    for name in ("trial", "settings", "", "step", "metric", "reward", "latest"):
+        _add_column(table, name, width)
     for row in rows:
         table.add_row(
-            Text(safe_text(row.name, 40)),
-            Text(safe_text(row.settings, 60)),
+            _name(row.name),
+            _long_text(row.settings),
             Text(row.standing, style=STYLES.get(row.standing, "")),
             f"{row.step}/{row.max_steps}",
             format_number(row.value),
             format_number(row.reward),
-            Text(safe_text(one_line(row.line), 60), style="dim"),
+            _long_text(row.line, style="dim"),
         )
     return table
+
+
+def _add_column(table: Table, name: str, width: int) -> None:
+    """Add a column to a table of this width; only those of long texts become narrower for the others."""
+    table.add_column(
+        name,
+        justify="right" if name in ("step", "steps", "metric", "reward") else "left",
+        no_wrap=name not in ("settings", "standing", "latest"),
+        max_width=width * 2 // 5 if name == "trial" else None,
+    )
+
+
+def _name(name: str) -> Text:
+    """Return a trial's name, folded and not cut off where it is too long: its end may be all that differs."""
+    return Text(safe_text(name), no_wrap=False, overflow="fold")
+
+
+def _long_text(text: str, style: str = "") -> Text:
+    """Return a text of one line, which is cut off at the width of its column."""
+    return Text(one_line(text), style=style, no_wrap=True, overflow="ellipsis")
 
 
 def print_results(summary: "SweepSummary", console: Console | None = None) -> None:
@@ -103,15 +124,15 @@ def print_results(summary: "SweepSummary", console: Console | None = None) -> No
     if not console.is_terminal:
         console = Console(file=console.file, width=PLAIN_WIDTH)
     table = Table(box=None, pad_edge=False, header_style="dim")
-    for name in ("", "trial", "settings", "", "steps", "metric", "best minus this", "p"):
-        table.add_column(name, no_wrap=True)
+    for name in ("", "trial", "settings", "standing", "steps", "metric", "best minus this", "p"):
+        _add_column(table, name, console.width)
     for place, result in enumerate(summary.results, 1):
         record = summary.records[result.name]
         table.add_row(
             str(place),
-            Text(safe_text(result.name, 40)),
-            Text(safe_text(record.trial.text, 60)),
-            Text("" if record.standing == "active" else f"{record.standing} {safe_text(record.reason, 60)}".strip()),
+            _name(result.name),
+            _long_text(record.trial.text),
+            _long_text("" if record.standing == "active" else f"{record.standing} {record.reason}"),
             str(result.steps),
             str(result.measure) if result.measure is not None else format_number(result.value),
             "-" if result.paired is None else str(result.paired.difference),

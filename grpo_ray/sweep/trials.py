@@ -9,7 +9,7 @@ from typing import Any
 
 from grpo_ray.config.loader import load_config
 from grpo_ray.config.schema import Config
-from grpo_ray.config.sweep_file import SET_BY_SWEEP, TRIAL_NAME, DrawConfig, SweepConfig
+from grpo_ray.config.sweep_file import NOT_FOR_ALL_TRIALS, SET_BY_SWEEP, TRIAL_NAME, DrawConfig, SweepConfig
 from grpo_ray.errors import ConfigError
 from grpo_ray.storage.uris import join_path
 
@@ -113,10 +113,14 @@ class TrialConfigs:
         metric: metric that trials are compared by; None: `run.best_metric` of the base config.
 
     Raises:
-        ConfigError: the base config cannot be read or is invalid.
+        ConfigError: the base config cannot be read or is invalid, or an override sets a field that the sweep sets.
     """
 
     def __init__(self, base: str | None, overrides: Sequence[str], name: str, metric: str | None = None):
+        set_by_sweep = (*NOT_FOR_ALL_TRIALS, *(() if metric is None else ("run.best_metric",)))
+        for key in (word.partition("=")[0] for word in overrides):
+            if key in set_by_sweep:
+                raise ConfigError(f"{key} has no effect on the command line of a sweep; {SET_BY_SWEEP[key]}")
         self._base = base
         try:
             self._text = None if base is None else Path(base).read_text(encoding="utf-8")

@@ -50,6 +50,8 @@ class Run:
     def __init__(self) -> None:
         self.stored: dict[str, tuple[int, float | None]] = {}
         """Trial -> step of its latest checkpoint, and the value of the metric."""
+        self.measured_as_unknown: set[str] = set()
+        """Trials whose checkpoint was measured, although there is no value."""
 
 
 @pytest.fixture
@@ -61,7 +63,9 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
         if folder.name not in runs.stored:
             return []
         step, value = runs.stored[folder.name]
-        return [SimpleNamespace(step=step, metrics={} if value is None else {METRIC: value})]
+        measured_on = {} if value is not None or folder.name in runs.measured_as_unknown else None
+        metrics = {} if value is None else {METRIC: value}
+        return [SimpleNamespace(name=f"checkpoint-{step:06d}", step=step, metrics=metrics, measured_on=measured_on)]
 
     monkeypatch.setattr(module.checkpoints, "list_checkpoints", list_checkpoints)
     yield runs
@@ -200,6 +204,143 @@ def test_driver_that_a_signal_has_stopped_is_launched_again(tmp_path: Path, runs
     assert lines_of(runner) == ["a: stopped by SIGTERM; it is launched again from step 3"]
     end_driver(runner, "b", None, "reward_stuck")  # a warning of `run.stop_on`
     assert standings(runner)["b"] == "failed"
+
+
+def lose_driver(runner: SweepRunner, name: str, reason: str = "its driver has ended without a result") -> None:
+    """Let a driver end without a result that was launched at the trial's current step."""
+    config = runner._launch_config(runner.state.record(name), None)
+    runner._settle(name, module._Running(None, None, config, runner._facts[name].step), reason, True)
+
+
+def test_trial_that_was_killed_before_its_last_measurement_is_measured(tmp_path: Path, runs: Run) -> None:
+    runner = begin(tmp_path)
+    runs.stored = {"a": (8, None), "b": (8, 0.25)}
+    refresh(runner)
+    (launch,) = module.plan_launches(runner._progress(), runner._rung, None, None)
+    assert (launch.name, launch.pause_at) == ("a", None) and runner._has_work()
+    runs.stored["a"] = (8, 0.75)
+    end_driver(runner, "a", None, None)
+    assert lines_of(runner) == [] and not runner._has_work()
+
+
+def test_finished_trial_whose_value_is_unknown_is_not_launched_again(tmp_path: Path, runs: Run) -> None:
+    runner = begin(tmp_path)
+    runs.stored = {"a": (8, None), "b": (8, None)}
+    runs.measured_as_unknown = {"a"}
+    refresh(runner)
+    assert [each.name for each in module.plan_launches(runner._progress(), None, None, None)] == ["b"]
+    end_driver(runner, "b", None, None)  # nothing could be measured
+    assert lines_of(runner) == [] and not runner._has_work()
+
+
+@pytest.mark.parametrize(
+    ("case", "line"),
+    [
+        ("running", "a: its driver has ended without a result; it is launched again from step 4"),
+        ("ending", "a: its driver has ended without a result; the next launch of the sweep continues from step 4"),
+        ("finished", "a: its driver has ended without a result; all that it had to do up to step 8 is saved"),
+        ("stopped", "a: its driver has ended without a result"),
+    ],
+)
+def test_line_about_a_lost_driver_names_the_continuation(tmp_path: Path, runs: Run, case: str, line: str) -> None:
+    runner = begin(tmp_path)
+    runs.stored = {"a": (8 if case == "finished" else 4, 0.5)}
+    refresh(runner)
+    if case == "ending":
+        runner._stop.received = "SIGINT"
+    if case == "stopped":
+        runner._write(runner.state.with_standing("a", "stopped", "by the user"))
+    lose_driver(runner, "a")
+    assert lines_of(runner) == [line]
+
+
+def test_sweep_that_stops_before_the_first_step_reports_no_lost_driver(tmp_path: Path, runs: Run) -> None:
+    runner = begin(tmp_path)
+    refresh(runner)
+    runner._stop.received = "SIGINT"
+    end_driver(runner, "a", None, STOPPED)
+    assert lines_of(runner) == [] and standings(runner)["a"] == "active"
+
+
+def test_driver_may_be_lost_again_after_a_launch_that_went_well(tmp_path: Path, runs: Run) -> None:
+    runner = begin(tmp_path)
+    refresh(runner)
+    for step in (4, 6, 7, 8):
+        lose_driver(runner, "a")
+        lose_driver(runner, "a")
+        runs.stored["a"] = (step, 0.5)
+        end_driver(runner, "a", step, "run.pause_at")
+    assert standings(runner)["a"] == "active"
+    for _ in range(module.MAX_LOST_DRIVERS + 1):
+        lose_driver(runner, "b")
+    assert standings(runner)["b"] == "failed"
+    runner._write(runner.state.with_standing("b", "active"))  # the user resumes it
+    lose_driver(runner, "b")
+    assert standings(runner)["b"] == "active"
+
+
+def test_clone_whose_start_was_deleted_begins_with_a_later_one(tmp_path: Path, runs: Run) -> None:
+    state = begin_state(RunFolder(str(tmp_path), "rates"), [SweepTrial(name=name, overrides={}) for name in "ab"])
+    clone = TrialRecord(trial=SweepTrial(name="a-clone-1", overrides={}, parent="a"), started_from="checkpoint-000004")
+    runner = begin(tmp_path, state.with_record(clone))
+    runs.stored = {"a": (4, 0.5)}
+    refresh(runner)
+    config = runner._launch_config(clone, None)
+    error = "run.from_checkpoint=...: is not a complete checkpoint"
+    runs.stored["a"] = (6, 0.5)
+    runner._settle("a-clone-1", module._Running(None, None, config, 0), error, False)
+    assert standings(runner)["a-clone-1"] == "active"
+    assert lines_of(runner)[-1] == (
+        "a-clone-1: a/checkpoint-000004 was deleted before the clone had loaded it; it is launched again from step 0"
+    )
+    # A clone that has steps of its own needs the checkpoint no more.
+    runs.stored["a-clone-1"] = (2, 0.5)
+    runner._settle("a-clone-1", module._Running(None, None, config, 0), "no GPU", False)
+    assert runner.state.record("a-clone-1").reason == "no GPU"
+
+
+class Cluster:
+    """CPUs of a cluster's nodes, in place of a connection."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, runner: SweepRunner, cpus: float, taken: float):
+        self.total = {"CPU": cpus}
+        runner._taken = {"CPU": taken, "GPU": 0.0}
+        monkeypatch.setattr(module.ray, "cluster_resources", lambda: self.total)
+
+
+def free_places(runner: SweepRunner, running: str = "") -> int:
+    """Return the places for waiting trials; a trial takes three CPUs: two workers, and one beside them."""
+    waiting = [each for each in module.plan_launches(runner._progress(), None, None, None) if each.name not in running]
+    runner._running = {name: module._Running(None, None, runner._configs[name], 0) for name in running}
+    return runner._free_places(waiting)
+
+
+def test_nodes_that_join_or_are_lost_change_the_number_of_trials(
+    tmp_path: Path, runs: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = begin(tmp_path, trials=[{"name": name} for name in "abcd"])
+    refresh(runner)
+    assert module.run_resources(runner._configs["a"]) == {"CPU": 3, "GPU": 0.0}
+    cluster = Cluster(monkeypatch, runner, cpus=8, taken=1)
+    assert free_places(runner) == 2
+    assert free_places(runner, running="ab") == 0
+    cluster.total = {"CPU": 8 + 4}  # a node has joined
+    assert free_places(runner, running="ab") == 1
+    cluster.total = {"CPU": 4}
+    assert free_places(runner, running="a") == 0
+    assert free_places(runner) == 1
+
+
+def test_parallel_trials_are_launched_for_an_autoscaler_to_see(
+    tmp_path: Path, runs: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = begin(tmp_path, trials=[{"name": name} for name in "abcd"], parallel=3)
+    refresh(runner)
+    Cluster(monkeypatch, runner, cpus=2, taken=0)
+    assert free_places(runner) == 1  # in any case, if none runs
+    runner._has_autoscaler = True
+    assert free_places(runner) == 3
+    assert free_places(runner, running="ab") == 1
 
 
 def test_command_requests_a_clone_that_the_sweep_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -51,10 +51,27 @@ def test_trial_without_a_value_at_a_rung_is_launched_for_its_measurement() -> No
     assert not is_due(4, unmeasured)
     running = [dataclasses.replace(unmeasured[0], is_running=True), b]
     assert planned(running, 4, None, None) == {} and not is_due(4, running)
-    # Elsewhere than at the rung it is measured after its next steps, and at its end nothing is left to save.
+    # Before the rung it is measured after its next steps.
     assert planned(unmeasured, 6, None, None) == {"a": 6, "b": 6}
-    ended = [TrialProgress(name="a", step=4, max_steps=4, is_unmeasured=True), b]
-    assert planned(ended, 4, None, None) == {} and is_due(4, ended)
+
+
+def test_trial_without_a_value_beyond_a_rung_is_launched_for_its_measurement() -> None:
+    a, b = trials(5, 4)  # the sweep file had no rung when a was stopped at step 5
+    unmeasured = [dataclasses.replace(a, is_unmeasured=True), b]
+    assert planned(unmeasured, 4, None, None) == {"a": 4}
+    assert planned(unmeasured, 4, 3, 1) == {"a": 4}
+    assert not is_due(4, unmeasured)
+
+
+@pytest.mark.parametrize("rung", [4, 6, None])
+def test_trial_without_a_value_at_its_end_is_launched_for_its_measurement(rung: int | None) -> None:
+    ended = TrialProgress(name="a", step=4, max_steps=4, is_unmeasured=True)
+    (b,) = [dataclasses.replace(each, name="b") for each in trials(rung or 10)]
+    assert planned([ended, b], rung, None, None) == {"a": None}
+    assert not is_due(rung, [ended, b])
+    measured = dataclasses.replace(ended, is_unmeasured=False)
+    assert planned([measured, b], rung, None, None) == {}
+    assert is_due(rung, [measured, b]) is (rung is not None)
 
 
 def test_shorter_trial_waits_at_its_own_end() -> None:

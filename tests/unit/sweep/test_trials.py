@@ -111,6 +111,27 @@ def test_mistake_of_a_trial_names_it() -> None:
         configs.config_of(SweepTrial(name="x", overrides={"run.resume": "never"}))
 
 
+@pytest.mark.parametrize(
+    ("override", "metric", "reason"),
+    [
+        ("run.name=mine", None, "it is set by the key `name` of an entry of `trials`, and that of the sweep by `name`"),
+        ("run.resume=never", None, "a trial always continues from its latest checkpoint"),
+        ("run.pause_at=50", None, "it is set by `rungs` or `turns`"),
+        ("run.group=mine", None, "it is set by `name`, the sweep's"),
+        ("run.best_metric=reward/mean", "heldout/low", "it is set by `rungs.metric` or the base config"),
+    ],
+)
+def test_override_without_effect_is_refused(override: str, metric: str | None, reason: str) -> None:
+    key = override.partition("=")[0]
+    with pytest.raises(ConfigError) as error:
+        TrialConfigs(None, ["grpo.max_steps=8", override], "rates", metric)
+    assert str(error.value).startswith(f"{key} has no effect on the command line of a sweep; {reason}")
+
+
+def test_metric_may_be_set_on_the_command_line_without_one_of_the_rungs() -> None:
+    assert TrialConfigs(None, ["run.best_metric=reward/mean"], "rates").base.ranking_metric == "reward/mean"
+
+
 @pytest.mark.parametrize("text", ["😀 #1", "é\u2028\x7f", 'a "quoted" \\ud83d', "plain"])
 def test_text_of_an_override_is_taken_as_it_is(text: str) -> None:
     configs = TrialConfigs(None, [], "rates")
