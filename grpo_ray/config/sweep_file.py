@@ -1,7 +1,7 @@
 """Schema and loader of a sweep file: the trials of `grpo-ray sweep`, and how their steps are divided."""
 
-import dataclasses
 import itertools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -141,7 +141,7 @@ def _check_distribution(where: str, kind: str, bounds: tuple[Any, ...]) -> None:
             raise ConfigError(f"{where}: choice must have at least one value")
         return
     needed = int if kind in ("int", "log_int") else (int, float)
-    is_numbers = all(isinstance(each, needed) and not isinstance(each, bool) for each in bounds)
+    is_numbers = all(isinstance(each, needed) and not isinstance(each, bool) and math.isfinite(each) for each in bounds)
     if len(bounds) != 2 or not is_numbers or not bounds[0] < bounds[1]:
         noun = "whole numbers" if needed is int else "numbers"
         raise ConfigError(f"{where}: {kind}={list(bounds)} must be two {noun}, the smaller one first")
@@ -158,11 +158,10 @@ def load_sweep(path: str) -> SweepConfig:
     settings = parse_file(path)
     if not isinstance(settings, dict):
         raise ConfigError(f"{path}: must be a mapping with base and vary, trials or draw")
+    if settings.get("name") is None:
+        settings = settings | {"name": Path(path).stem}
     try:
         sweep: SweepConfig = type_adapter(SweepConfig).validate_python(settings)
-        if sweep.name is None:
-            sweep = dataclasses.replace(sweep, name=Path(path).stem)
-            type_adapter(SweepConfig).validate_python(sweep)
     except ValidationError as error:
         lines = describe_errors(error, SweepConfig, settings).splitlines()
         raise ConfigError("\n".join(f"{path}: {line}" for line in lines)) from None

@@ -21,7 +21,7 @@ from grpo_ray.config.yaml_documents import YamlError, parse_yaml
 from grpo_ray.errors import ConfigError, DamagedFileError
 from grpo_ray.storage.run_folder import RECORD_BYTES, RunFolder
 from grpo_ray.sweep.state import SweepState, TrialRecord
-from grpo_ray.sweep.trials import SweepTrial
+from grpo_ray.sweep.trials import SweepTrial, require_plain
 from grpo_ray.text.redaction import hidden_settings, redact, remember_secrets
 
 FOLDER = "requests"
@@ -64,6 +64,7 @@ def parse_request(action: str, words: Sequence[str]) -> SweepRequest:
             values[key] = parse_yaml(value)
         except YamlError:  # free text
             values[key] = value
+    require_plain(values)
     return SweepRequest(action=next(each for each in ACTIONS if each == action), trial=trials[0], overrides=values)
 
 

@@ -52,7 +52,8 @@ def list_trials(sweep: SweepConfig) -> list[SweepTrial]:
     """Return the trials of a sweep file, in order: a grid, a list, or random draws.
 
     Raises:
-        ConfigError: two trials have one name, or one has none or that of a file or folder of the sweep.
+        ConfigError: two trials have one name, one has none or that of a file or folder of the sweep, or a value cannot
+            be recorded.
     """
     entries: list[dict[str, Any]]
     if sweep.vary is not None:
@@ -72,8 +73,25 @@ def list_trials(sweep: SweepConfig) -> list[SweepTrial]:
             raise ConfigError(f"a trial cannot be named {name}, as the sweep's own folder has it; set another name")
         if any(name == other.name for other in trials):
             raise ConfigError(f"two trials are named {name}; set another name")
+        require_plain(entry, f"{name}: ")
         trials.append(SweepTrial(name=name, overrides=entry))
     return trials
+
+
+def require_plain(overrides: Mapping[str, Any], prefix: str = "") -> None:
+    """Check that the record of the sweep, which is JSON, has the same values when it is read again.
+
+    Raises:
+        ConfigError: a value has a date, or a mapping with other keys than texts; the message begins with `prefix`.
+    """
+    for key, value in overrides.items():
+        try:
+            # By `repr`, since NaN equals nothing; the config refuses it with a line about its field.
+            is_plain = repr(json.loads(json.dumps(value))) == repr(value)
+        except TypeError:
+            is_plain = False
+        if not is_plain:
+            raise ConfigError(f"{prefix}{key} has a date, or a key that is no text; put it in quotes")
 
 
 def draw_values(draw: DrawConfig) -> list[dict[str, Any]]:

@@ -47,6 +47,10 @@ MISTAKES: dict[str, tuple[str, str]] = {
         "draw: {n: 2, space: {run.seed: {int: [3, 3]}}}",
         "draw.space: run.seed: int=[3, 3] must be two whole numbers, the smaller one first",
     ),
+    "infinite": (
+        "draw: {n: 2, space: {grpo.learning_rate: {uniform: [0, .inf]}}}",
+        "draw.space: grpo.learning_rate: uniform=[0, inf] must be two numbers, the smaller one first",
+    ),
     "fraction-of-int": (
         "draw: {n: 2, space: {run.seed: {int: [1, 2.5]}}}",
         "draw.space: run.seed: int=[1, 2.5] must be two whole numbers, the smaller one first",
@@ -74,6 +78,16 @@ def test_mistake_in_a_sweep_file_is_named_with_its_mend(name: str, tmp_path: Pat
         load_sweep(path)
     assert str(error.value).startswith(path)
     assert message in str(error.value)
+    assert len(str(error.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("text", ["vary: {run.seed: [1]}", "{vary: {run.seed: [1]}, name: null}"])
+def test_name_of_a_file_that_cannot_be_that_of_a_folder_is_one_line(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "my rates.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as error:
+        load_sweep(str(path))
+    assert str(error.value).startswith(f"{path}: name='my rates' must be letters, digits, '.', '_' and '-'")
     assert len(str(error.value).splitlines()) == 1
 
 

@@ -299,6 +299,16 @@ def test_clone_whose_start_was_deleted_begins_with_a_later_one(tmp_path: Path, r
     assert runner.state.record("a-clone-1").reason == "no GPU"
 
 
+def test_clone_of_a_trial_without_a_checkpoint_fails_with_the_mend(tmp_path: Path, runs: Run) -> None:
+    state = begin_state(RunFolder(str(tmp_path), "rates"), [SweepTrial(name=name, overrides={}) for name in "ab"])
+    clone = TrialRecord(trial=SweepTrial(name="a-clone-1", overrides={}, parent="a"))
+    runner = begin(tmp_path, state.with_record(clone))
+    refresh(runner)
+    runner._start(module.TrialLaunch(name="a-clone-1", pause_at=None))
+    reason = "a has no checkpoint yet; resume the clone once it has one"
+    assert (standings(runner)["a-clone-1"], lines_of(runner)) == ("failed", [f"a-clone-1 failed: {reason}"])
+
+
 class Cluster:
     """CPUs of a cluster's nodes, in place of a connection."""
 

@@ -159,6 +159,13 @@ def test_key_that_a_clone_cannot_set_is_refused_at_once(key: str, message: str) 
     assert str(error.value).startswith(message)
 
 
+@pytest.mark.parametrize("word", ["run.project=2026-01-31", "rewards.settings={correctness: {1: 2}}"])
+def test_value_of_a_clone_that_json_does_not_keep_is_refused(word: str) -> None:
+    key = word.partition("=")[0]
+    with pytest.raises(ConfigError, match=rf"^{key} has a date, or a key that is no text; put it in quotes$"):
+        parse_request("clone", ["b", word])
+
+
 @pytest.mark.parametrize("key", ["grpo.learning_rate", "grpo.beta", "grpo.weight_decay", "model.lora.rank", "run.seed"])
 def test_key_of_the_config_may_be_set_by_a_clone(key: str) -> None:
     assert list(parse_request("clone", ["b", f"{key}=1"]).overrides) == [key]

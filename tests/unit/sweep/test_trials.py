@@ -1,6 +1,7 @@
 """Tests of the trials of a sweep file: grids, lists, draws, and the config of each."""
 
 import dataclasses
+import datetime
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,11 @@ def test_listed_trials_have_their_names() -> None:
     ]
     with pytest.raises(ConfigError, match="two trials are named fast"):
         list_trials(sweep(trials=[{"name": "fast"}, {"name": "fast"}]))
+
+
+def test_value_that_the_record_would_not_keep_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^trial-02: run\.project has a date, or a key that is no text; put it in"):
+        list_trials(sweep(vary={"run.project": ["2026", datetime.date(2026, 1, 31)]}))
 
 
 DRAW = {
