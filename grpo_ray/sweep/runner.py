@@ -256,21 +256,22 @@ class SweepRunner:
         return self._finish()
 
     def _connect(self) -> None:
-        configs = list(self._configs.values())
+        configs = self._active_configs
         largest = max(configs, key=lambda config: run_resources(config)["CPU"])
         for line in connect(largest, runs=self.sweep.parallel or 1):
             self.screen.notice(line)
         for config in {repr(config.cluster): config for config in configs}.values():
             if notice := require_resources(config):
                 self.screen.notice(notice)
-        if any(config.rollout.has_conversations for config in configs):
-            # Code of a policy is about to run in processes of this user (`driver/cluster/warm_start.py`). A run by
-            # itself waits until its workers have started; here others start later.
-            end_warm_start()
         self._has_autoscaler = has_autoscaler()
         total, free = ray.cluster_resources(), ray.available_resources()
         self._taken = {name: total.get(name, 0.0) - free.get(name, 0.0) for name in ("CPU", "GPU")}
         self._board = ray.remote(num_cpus=0, scheduling_strategy=on_this_node())(SweepBoard).remote()
+
+    @property
+    def _active_configs(self) -> list[Config]:
+        """Configs of the trials that need resources: those that were dropped or stopped may not fit any more."""
+        return [self._configs[record.trial.name] for record in self.state.active]
 
     def _set_lost(self, process: str) -> None:
         self._lost = process
@@ -418,6 +419,10 @@ class SweepRunner:
             record = replace(record, started_from=stored[-1].name)
             self._write(self.state.with_record(record))
         config = self._launch_config(record, launch.pause_at)
+        if config.rollout.has_conversations:
+            # Code of a policy is about to run in processes of this user (`driver/cluster/warm_start.py`). A run by
+            # itself waits until its workers have started; here others start later.
+            end_warm_start()
         ray.get(self._board.begin.remote(name))
         actor, summary = start_driver(config, name, self._board, self._shown)
         self._running[name] = _Running(actor, summary, config, self._facts[name].step)

@@ -104,6 +104,7 @@ def end_driver(runner: SweepRunner, name: str, pause_at: int | None, stopped: st
     runner._settle(name, running, *reason_of_stop(stopped))
 
 
+TOOLS = {"rollout.tools": ["python"]}
 STEPS_OF_A_BATCH = {"grpo.steps_per_generation": 2}
 """Setting that is valid with 8 steps, a checkpoint every 4, and not with a rung at step 3."""
 
@@ -307,6 +308,37 @@ def test_clone_of_a_trial_without_a_checkpoint_fails_with_the_mend(tmp_path: Pat
     runner._start(module.TrialLaunch(name="a-clone-1", pause_at=None))
     reason = "a has no checkpoint yet; resume the clone once it has one"
     assert (standings(runner)["a-clone-1"], lines_of(runner)) == ("failed", [f"a-clone-1 failed: {reason}"])
+
+
+def test_resources_of_a_dropped_trial_are_not_required(tmp_path: Path, runs: Run) -> None:
+    runner = begin(tmp_path, trials=[{"name": "a"}, {"name": "b", "cluster.num_workers": 16}])
+    refresh(runner)
+    runner._write(runner.state.with_standing("b", "dropped", "at step 4"))
+    assert [config.run.name for config in runner._active_configs] == ["a"]
+
+
+def test_clone_with_tools_ends_the_warm_start_that_trials_without_them_keep(
+    tmp_path: Path, runs: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Code that a policy writes must not reach the servers that fork this user's processes."""
+    runner = begin(tmp_path)
+    refresh(runner)
+    events: list[str] = []
+    runner._board = SimpleNamespace(begin=SimpleNamespace(remote=lambda name: None))
+    monkeypatch.setattr(module.ray, "get", lambda reference: reference)
+    monkeypatch.setattr(module, "end_warm_start", lambda: events.append("end of the warm start"))
+
+    def start_driver(config: Any, name: str, board: Any, shown: Any) -> tuple[None, None]:
+        events.append(name)
+        return None, None
+
+    monkeypatch.setattr(module, "start_driver", start_driver)
+    runs.stored["a"] = (4, 0.5)
+    write_request(runner.folder, SweepRequest(action="clone", trial="a", overrides=TOOLS))
+    runner._carry_out_requests()
+    for name in ("a", "a-clone-1"):
+        runner._start(module.TrialLaunch(name=name, pause_at=None))
+    assert events == ["a", "end of the warm start", "a-clone-1"], lines_of(runner)
 
 
 class Cluster:
