@@ -72,12 +72,24 @@ class SweepScreen:
     def show(self, rows: Sequence[TableRow]) -> None:
         """Redraw the table; elsewhere than on a terminal, print a line for each trial whose standing has changed."""
         if self._live is not None:
-            self._live.update(Group(build_table(rows, self.console.width)), refresh=True)
+            visible = order_rows(rows, self.console.height)
+            self._live.update(Group(build_table(visible, self.console.width)), refresh=True)
             return
         for row in rows:
             if self._shown.get(row.name, "waiting") != row.standing:
                 self.notice(f"{row.name} {row.standing} at step {row.step}/{row.max_steps}  {row.settings}")
             self._shown[row.name] = row.standing
+
+
+def order_rows(rows: Sequence[TableRow], height: int) -> Sequence[TableRow]:
+    """Return the rows in the order of the sweep, or those with a driver first if not all fit on the terminal.
+
+    Args:
+        height: lines of the terminal; the table is cut off below.
+    """
+    if len(rows) < height:  # beside the header
+        return rows
+    return sorted(rows, key=lambda row: row.standing not in ("running", "stopping"))  # stable
 
 
 def build_table(rows: Sequence[TableRow], width: int) -> Table:

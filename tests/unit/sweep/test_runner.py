@@ -63,8 +63,10 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
         if folder.name not in runs.stored:
             return []
         step, value = runs.stored[folder.name]
-        measured_on = {} if value is not None or folder.name in runs.measured_as_unknown else None
-        metrics = {} if value is None else {METRIC: value}
+        measured_on: dict[str, str] | None = (
+            {} if value is not None or folder.name in runs.measured_as_unknown else None
+        )
+        metrics: dict[str, float] = {} if value is None else {METRIC: value}
         return [SimpleNamespace(name=f"checkpoint-{step:06d}", step=step, metrics=metrics, measured_on=measured_on)]
 
     monkeypatch.setattr(module.checkpoints, "list_checkpoints", list_checkpoints)

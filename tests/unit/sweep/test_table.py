@@ -8,15 +8,15 @@ from rich.console import Console
 from grpo_ray.sweep.results import TrialResult
 from grpo_ray.sweep.runner import SweepSummary
 from grpo_ray.sweep.state import TrialRecord
-from grpo_ray.sweep.table import TableRow, build_table, print_results
+from grpo_ray.sweep.table import TableRow, build_table, order_rows, print_results
 from grpo_ray.sweep.trials import SweepTrial
 
 
-def row(name: str) -> TableRow:
+def row(name: str, standing: str = "running") -> TableRow:
     return TableRow(
         name=name,
         settings="learning_rate=0.0003 beta=0.04 loss_type=dapo",
-        standing="running",
+        standing=standing,
         step=12,
         max_steps=100,
         value=0.8125,
@@ -46,6 +46,12 @@ def test_long_names_that_differ_in_the_middle_stay_different() -> None:
     shown = lines(*(f"{begin}{number}{end}" for number in (1, 2)), width=80)[1:]
     names = "".join(line.split(" ")[0] for line in shown)
     assert names == f"{begin}1{end}{begin}2{end}"
+
+
+def test_running_trials_come_first_on_a_terminal_that_is_too_low() -> None:
+    rows = [row("a", "dropped"), row("b"), row("c", "waiting"), row("d", "stopping")]
+    assert [each.name for each in order_rows(rows, height=5)] == ["a", "b", "c", "d"]
+    assert [each.name for each in order_rows(rows, height=4)] == ["b", "d", "a", "c"]
 
 
 def test_ranking_in_a_log_has_every_column_beside_long_reasons() -> None:
