@@ -4,6 +4,7 @@ Each request is a file in `requests/` of the sweep's folder, which the sweep del
 that does not run carries them out when it continues.
 """
 
+import functools
 import secrets
 import time
 from collections.abc import Mapping, Sequence
@@ -14,10 +15,10 @@ from typing import Any, Literal
 from pydantic import TypeAdapter, ValidationError
 
 from grpo_ray.config.fields import field_descriptions
+from grpo_ray.config.loader import apply_override
 from grpo_ray.config.schema import Config, unknown_key
 from grpo_ray.config.sweep_file import SET_BY_SWEEP
 from grpo_ray.config.trl_fields import trl_fields
-from grpo_ray.config.yaml_documents import YamlError, parse_yaml
 from grpo_ray.errors import ConfigError, DamagedFileError
 from grpo_ray.storage.run_folder import RECORD_BYTES, RunFolder
 from grpo_ray.sweep.state import SweepState, TrialRecord
@@ -58,12 +59,11 @@ def parse_request(action: str, words: Sequence[str]) -> SweepRequest:
         raise ConfigError(f"grpo-ray sweep {action} changes no settings; leave {overrides[0]} out")
     values: dict[str, Any] = {}
     for word in overrides:
-        key, _, value = word.partition("=")
+        key = word.partition("=")[0]
         _check_key(key)
-        try:
-            values[key] = parse_yaml(value)
-        except YamlError:  # free text
-            values[key] = value
+        settings: dict[str, Any] = {}
+        apply_override(settings, word)
+        values[key] = functools.reduce(lambda section, name: section[name], key.split("."), settings)
     require_plain(values)
     return SweepRequest(action=next(each for each in ACTIONS if each == action), trial=trials[0], overrides=values)
 

@@ -159,7 +159,21 @@ def test_key_that_a_clone_cannot_set_is_refused_at_once(key: str, message: str) 
     assert str(error.value).startswith(message)
 
 
-@pytest.mark.parametrize("word", ["run.project=2026-01-31", "rewards.settings={correctness: {1: 2}}"])
+@pytest.mark.parametrize(
+    ("word", "value"),
+    [
+        ("data.system_prompt=Use #1", "Use #1"),
+        ("data.system_prompt=no", "no"),
+        ("run.project=2026-01-31", "2026-01-31"),
+        ("run.project=null", None),
+        ("model.lora.rank=8", 8),
+    ],
+)
+def test_override_of_a_clone_is_read_as_on_other_command_lines(word: str, value: object) -> None:
+    assert parse_request("clone", ["b", word]).overrides == {word.partition("=")[0]: value}
+
+
+@pytest.mark.parametrize("word", ["grpo.optim_args=2026-01-31", "rewards.settings={correctness: {1: 2}}"])
 def test_value_of_a_clone_that_json_does_not_keep_is_refused(word: str) -> None:
     key = word.partition("=")[0]
     with pytest.raises(ConfigError, match=rf"^{key} has a date, or a key that is no text; put it in quotes$"):
