@@ -26,13 +26,13 @@ def serving(folder: RunFolder) -> Iterator[WatchServer]:
 
 @contextlib.contextmanager
 def watch_command(
-    folder: RunFolder, program: Sequence[str] = ("-m", "grpo_ray.cli")
+    folder: RunFolder, program: Sequence[str] = ("-m", "grpo_ray.cli"), *arguments: str
 ) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """Run `grpo-ray watch` in a process of its own, and give the process and the page's URL.
 
-    `program` are Python's arguments in place of those of the command.
+    `program` are Python's arguments in place of those of the command, and `arguments` follow the path of the run.
     """
-    command = [sys.executable, *program, "watch", str(folder.local)]
+    command = [sys.executable, *program, "watch", str(folder.local), *arguments]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None and process.stderr is not None

@@ -5,10 +5,11 @@ Starlette routes the requests, and uvicorn serves them.
 
 import contextlib
 import json
+import signal
 import socket
 import threading
 import webbrowser
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib.resources import files
 from typing import Any
 
@@ -111,6 +112,7 @@ class WatchServer:
         self.port: int = self.socket.getsockname()[1]
         self.url = f"http://{ADDRESS}:{self.port}/"
         self._refresher = refresher
+        self._is_interrupted = False
         config = uvicorn.Config(
             build_app(refresher, self.url),
             headers=list(HEADERS.items()),
@@ -124,11 +126,15 @@ class WatchServer:
         )
 
     def wait(self) -> None:
-        """Wait until the server has stopped."""
-        # Not one `join()`: Python's handler runs in the main thread only, and a signal does not end that thread's wait
-        # if it arrives just before the wait, or in another thread.
-        while self._thread.is_alive():
+        """Wait until the server has stopped, or `interrupt` was called."""
+        # Not one `join()`: Python's signal handlers run in the main thread only, and a signal does not end the wait of
+        # that thread if it arrives just before the wait, or in another thread.
+        while self._thread.is_alive() and not self._is_interrupted:
             self._thread.join(SIGNAL_SECONDS)
+
+    def interrupt(self) -> None:
+        """End `wait`; a signal handler may call it."""
+        self._is_interrupted = True
 
     def __enter__(self) -> "WatchServer":
         self._thread.start()
@@ -160,11 +166,21 @@ def watch(path: str, port: int, open_browser: bool, on_start: Callable[[str], No
     except OSError as error:
         reason = error.strerror or str(error)
         raise ConfigError(f"--port {port}: cannot be used: {reason}; leave it out to use a free port") from None
-    with server, contextlib.suppress(KeyboardInterrupt):
+    with server, _handling_interrupts(server.interrupt):
         on_start(server.url)
         if open_browser:
             webbrowser.open(server.url)
         server.wait()
+
+
+@contextlib.contextmanager
+def _handling_interrupts(handle: Callable[[], None]) -> Iterator[None]:
+    """Call `handle` at SIGINT in place of raising KeyboardInterrupt, which Python drops if a destructor is running."""
+    previous = signal.signal(signal.SIGINT, lambda number, frame: handle())
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
 
 
 def _read_static(name: str) -> str:

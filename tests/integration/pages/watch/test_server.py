@@ -36,19 +36,31 @@ sys.exit(cli.main())
 """
 """The command, with storage from which no group is ever read."""
 
-INTERRUPTED_THREAD = """
+INTERRUPTED = """
 import signal, sys, threading
 from grpo_ray import cli
-from grpo_ray.pages.watch import api
+from grpo_ray.pages.watch import api, server
 
-def interrupt(snapshot, given):
+class Interrupted:
+    def __del__(self):
+        signal.raise_signal(signal.SIGINT)
+
+def interrupt_this_thread(snapshot, given):
     signal.pthread_kill(threading.get_ident(), signal.SIGINT)
     return {}
 
-api.ANSWERS["groups"] = interrupt
+def wait(server):
+    Interrupted()
+    waits(server)
+
+if sys.argv.pop() == "destructor":
+    waits, server.WatchServer.wait = server.WatchServer.wait, wait
+else:
+    api.ANSWERS["groups"] = interrupt_this_thread
 sys.exit(cli.main())
 """
-"""The command, with a request whose thread receives the signal of Ctrl-C in place of the main thread."""
+"""The command, with the signal of Ctrl-C where the main thread's wait is not interrupted: in a destructor that this
+thread runs, or in the thread of a request."""
 
 
 @pytest.fixture
@@ -258,12 +270,14 @@ def test_watch_command_ends_while_storage_hangs(tmp_path: Path) -> None:
             assert process.wait(60) == 0 and process.stderr is not None and process.stderr.read() == ""
 
 
-def test_watch_command_signal_in_another_thread_ends_it(tmp_path: Path) -> None:
-    with watch_command(write_run(tmp_path), ("-c", INTERRUPTED_THREAD)) as (process, url):
-        port = int(url.split(":")[2].strip("/"))
-        wait_for(lambda: json.loads(request(port, "/api/state")[1])["number"] == 1, "the first reading")
-        with contextlib.suppress(ConnectionError, http.client.HTTPException):  # the process may end before the response
-            request(port, "/api/groups")
+@pytest.mark.parametrize("place", ["destructor", "thread"])
+def test_watch_command_signal_that_interrupts_no_wait_ends_it(tmp_path: Path, place: str) -> None:
+    with watch_command(write_run(tmp_path), ("-c", INTERRUPTED), place) as (process, url):
+        if place == "thread":
+            port = int(url.split(":")[2].strip("/"))
+            wait_for(lambda: json.loads(request(port, "/api/state")[1])["number"] == 1, "the first reading")
+            with contextlib.suppress(ConnectionError, http.client.HTTPException):  # it may end before the response
+                request(port, "/api/groups")
         assert process.wait(60) == 0 and process.stderr is not None and process.stderr.read() == ""
 
 
