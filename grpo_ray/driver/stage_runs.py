@@ -196,7 +196,7 @@ def _require_unchanged(stage: RunStage, recorded: Mapping[str, Mapping[str, Any]
         others = f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""
         raise ConfigError(
             f"stage {stage.name} has ended with {key}={old}, and it is now {new}{others}; restore it, or set another "
-            "run.name, or begin a new stage under another name"
+            "run.name, or add a stage with it at the end"
         )
 
 

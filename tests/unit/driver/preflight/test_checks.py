@@ -2,8 +2,9 @@
 
 import io
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -144,5 +145,6 @@ def test_check_reward_models_reads_only_those_that_fine_tuning_uses(tmp_path: Pa
     (tmp_path / "judge").mkdir()
     sft = ["run.kind=sft", "data.train=a.jsonl", "data.heldout=arithmetic", f"heldout.score={score}"]
     context = make_context(tmp_path, f"rewards.functions=[correctness, {tmp_path / 'judge'}]", *sft)
-    with pytest.raises(ConfigError, match="cannot be read") if is_read else nullcontext():
+    raises: AbstractContextManager[Any] = pytest.raises(ConfigError, match="cannot be read")
+    with raises if is_read else nullcontext():
         preflight.check_reward_models(context)
