@@ -357,12 +357,15 @@ def run_train(arguments: argparse.Namespace) -> int:
     return exit_status(summary, config.run.stop_on)
 
 
-def load_libraries(config: Config) -> None:
-    """Import the libraries of a run, and meanwhile start its cluster, if it has none. Raises ConfigError."""
+def load_libraries(config: Config, module: str = "grpo_ray.driver.run") -> None:
+    """Import a module that needs the libraries of a run, and meanwhile start the run's cluster, if it has none.
+
+    Raises ConfigError.
+    """
     print("loading libraries", flush=True)
     from grpo_ray.driver.cluster.connection import start_cluster_while
 
-    start_cluster_while(config, partial(importlib.import_module, "grpo_ray.driver.run"))
+    start_cluster_while(config, partial(importlib.import_module, module))
 
 
 def exit_status(summary: "RunSummary", stop_on: Sequence[str]) -> int:
@@ -396,7 +399,7 @@ def run_stages(arguments: argparse.Namespace) -> int:
     stages = load_stages(arguments.config, arguments.overrides)
     for stage in stages:
         check_rewards(stage.config)
-    print("loading libraries", flush=True)
+    load_libraries(stages.stages[-1].config, "grpo_ray.driver.stage_runs")  # the last stage is checked first
     from grpo_ray.driver.stage_runs import StageResult, train_stages
     from grpo_ray.driver.tables import print_summary
 
@@ -417,8 +420,6 @@ def run_chaos(arguments: argparse.Namespace) -> int:
     config = check_rewards(load_chaos_config(arguments))
     if config.run.kind == "sft":
         raise ConfigError("chaos injects the faults of a run of GRPO; run.kind=sft is not supported")
-    from grpo_ray.driver.run import train
-    from grpo_ray.driver.tables import print_fault_outcomes, print_summary
     from grpo_ray.resilience.chaos import (
         count_lost_and_repeated,
         describe_plan,
@@ -445,6 +446,10 @@ def run_chaos(arguments: argparse.Namespace) -> int:
     if folder.exists():
         raise ConfigError(f"{folder.uri} exists, and a run gets its faults only once; set another --seed")
     print("\n".join(describe_plan(faults, run.hang_seconds)), flush=True)
+    load_libraries(config)
+    from grpo_ray.driver.run import train
+    from grpo_ray.driver.tables import print_fault_outcomes, print_summary
+
     print_summary(train(replace(config, run=run), faults=faults))
     groups = grpo.max_steps // config.num_iterations * grpo.prompts_per_step
     missing, repeated = count_lost_and_repeated(folder, grpo.max_steps, groups)

@@ -36,4 +36,8 @@ def demonstrated_text(problem: "Problem") -> str:
             f"{where}: '{COMPLETION}' must be a text that is not empty, or one chat message of the assistant, not "
             f"{problem.columns[COMPLETION]!r:.60}"
         )
+    try:
+        completion.encode()
+    except UnicodeEncodeError:  # tokenizers refuse it
+        raise DataError(f"{where}: '{COMPLETION}' contains an unpaired surrogate, which is no text") from None
     return completion

@@ -226,7 +226,6 @@ class PreparedRun:
         Raises:
             TrainingError: the workers failed and are not started again, or the cluster was lost.
         """
-        ray_snapshot.repair_ray_snapshot(self.folder, self.config.ranking_metric)  # Ray Train reads it when it starts
         resume = self.plan.resume
         if resume.checkpoint is not None and resume.is_of_other_run:
             self.progress.notice(f"beginning with {resume.checkpoint.uri}")
@@ -238,6 +237,9 @@ class PreparedRun:
         self.feed.event({"event": "launched", "at": self.launched_at})
         if resume.checkpoint is not None and not resume.is_of_other_run:
             self._measure_missed(resume.checkpoint)
+        # Ray Train reads it when it starts. It is written after that measurement: by the scores in it Ray Train decides
+        # which checkpoints to delete.
+        ray_snapshot.repair_ray_snapshot(self.folder, self.config.ranking_metric)
         try:
             with (
                 RunFollower(self.plan.coordinator, self.feed, self.config.last_step) as self._follower,

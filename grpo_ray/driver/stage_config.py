@@ -106,7 +106,9 @@ def load_stages(path: str | Path, overrides: Sequence[str] = ()) -> Stages:
     mistakes: list[str] = []
     for number, (name, entry) in enumerate(zip(names, entries, strict=True), 1):
         try:
-            merged = _merge(shared, entry, name, of_all, of_stages[name], is_first=number == 1)
+            merged = _merge(shared, entry, of_all, of_stages[name], is_first=number == 1)
+            if stages and stages[0].number == 1:  # which may have a `model.path` of its own
+                merged["model"] = {**_section(merged, "model"), "path": stages[0].config.model.path}
             merged["run"] = {
                 **_section(merged, "run"),
                 "name": f"{number:02}-{name}",
@@ -167,22 +169,22 @@ def _whole_run(shared: Mapping[str, Any], path: str | Path) -> Config:
     run = _section(shared, "run")
     if "name" not in run:
         raise ConfigError(f"{path}: run.name must be set in a file with stages: it is the name of their folder")
-    _refuse_start(run, "")
+    _refuse_start(run)
     return load_config(settings={"run": {key: run[key] for key in ("name", "storage_path") if key in run}})
 
 
-def _refuse_start(run: Mapping[str, Any], where: str) -> None:
+def _refuse_start(run: Mapping[str, Any]) -> None:
+    """Raise ConfigError if a section `run` sets `from_checkpoint`."""
     if run.get("from_checkpoint") is not None:
         raise ConfigError(
-            f"{where}run.from_checkpoint has no place in a file with stages, whose optimizers begin anew; set "
-            "model.path to begin the first stage with a policy"
+            "run.from_checkpoint has no place in a file with stages, whose optimizers begin anew; set model.path to "
+            "begin the first stage with a policy"
         )
 
 
 def _merge(
     shared: Mapping[str, Any],
     entry: Mapping[str, Any],
-    name: str,
     of_all: Sequence[str],
     of_stage: Sequence[str],
     *,
@@ -197,12 +199,15 @@ def _merge(
     if unknown := [str(key) for key in own if key not in SECTIONS]:
         raise ConfigError(f"unknown key {unknown[0]}{suggestion(unknown[0], ['name', 'kind', *SECTIONS])}")
     own = {key: dict(_section(own, key)) for key in own}
+    # Only to find refused fields: merged with the shared sections, an override of one entry of a mapping
+    # (`rewards.settings.judge.model=...`) would replace all of its other entries.
+    overridden = dict(own)
     for override in of_stage:
-        apply_override(own, override)
+        apply_override(overridden, override)
     for (section, field), reason in (OF_ALL if is_first else OF_ALL | DERIVED).items():
-        if field in _section(own, section):
+        if field in _section(overridden, section):
             raise ConfigError(f"{section}.{field} cannot be set for one stage: {reason}; remove it")
-    _refuse_start(_section(own, "run"), "")
+    _refuse_start(_section(overridden, "run"))
     merged = {key: dict(_section(shared, key)) for key in shared}
     for section in own:
         merged[section] = {**merged.get(section, {}), **own[section]}

@@ -44,6 +44,7 @@ from grpo_ray.storage.checkpoint_integrity import find_faults
 from grpo_ray.storage.checkpoints import CheckpointInfo, list_checkpoints, require_listed_files
 from grpo_ray.storage.run_folder import RunFolder
 from grpo_ray.storage.stage_folders import POLICIES, STAGES_FILE
+from grpo_ray.storage.uris import split_path
 
 BEFORE_LAUNCH = ("old run", "same run", "storage")
 """Checks that only a stage's own launch makes: they compare its run folder with its final config."""
@@ -77,7 +78,8 @@ def train_stages(
         Results up to the last stage, or to one that was stopped (`RunSummary.stopped`).
 
     Raises:
-        ConfigError: a setting of a stage that has ended was changed, or a stage cannot work.
+        ConfigError: a setting of a stage that has ended was changed, a stage cannot work, or the folder of all stages
+            cannot be written.
         GrpoRayError: a stage was refused, or has failed; the same command continues with it.
     """
     remaining = unfinished_stages(stages)
@@ -86,6 +88,7 @@ def train_stages(
         on_result(result)
     if not remaining:
         return results
+    _folder(stages).check_writable()
     check_stages(remaining, make_progress)
     _folder(stages).write_json([each.folder_name for each in stages], STAGES_FILE)
     before = remaining[0]
@@ -174,11 +177,13 @@ def _recorded_if_finished(stage: RunStage) -> Mapping[str, Mapping[str, Any]] | 
     last = recorded.get("grpo", {}).get("max_steps", Config().grpo.max_steps)
     stored = list_checkpoints(folder)
     try:
-        summarised = folder.read_json("summary.json").get("steps", last)
+        summarised = str(folder.read_json("summary.json").get("latest_checkpoint"))
     except (DamagedFileError, AttributeError):  # the next launch writes it again
         return None
-    # A launch that was killed after the last checkpoint has left the summary of an earlier launch.
-    return recorded if stored and min(stored[-1].step, summarised) >= last else None
+    # A launch that was killed after the last checkpoint has left the summary of an earlier launch. Its number of steps
+    # is that of `metrics.jsonl`, in which the row of the last step may be missing after a kill.
+    is_summarised = bool(stored) and split_path(summarised)[1] == stored[-1].name
+    return recorded if is_summarised and stored[-1].step >= last else None
 
 
 def _require_unchanged(stage: RunStage, recorded: Mapping[str, Mapping[str, Any]]) -> None:
@@ -191,7 +196,7 @@ def _require_unchanged(stage: RunStage, recorded: Mapping[str, Mapping[str, Any]
         others = f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""
         raise ConfigError(
             f"stage {stage.name} has ended with {key}={old}, and it is now {new}{others}; restore it, or set another "
-            "run.name, or begin a new stage under another name"
+            "run.name, or add a stage with it at the end"
         )
 
 

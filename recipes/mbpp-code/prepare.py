@@ -21,11 +21,12 @@ def problem(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    import datasets
-
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--folder", type=Path, default=Path(), help="folder of the files; default: this one")
+    parser.add_argument("--folder", type=Path, default=Path(), help="folder of the files; default: the present one")
     folder = parser.parse_args().folder
+    folder.mkdir(parents=True, exist_ok=True)
+    import datasets  # takes seconds
+
     for split in ("train", "test"):
         path = folder / f"mbpp-{split}.jsonl"
         rows = datasets.load_dataset(DATASET, "full", split=split)

@@ -17,6 +17,7 @@ import yaml
 from grpo_ray import cli
 from grpo_ray.cli import CHAOS_HANG_SECONDS, build_parser, load_chaos_config, load_eval_config, main, sort_overrides
 from grpo_ray.config import loader
+from grpo_ray.config.schema import Config
 from grpo_ray.errors import ConfigError
 from grpo_ray.resilience.error_triage import MEMORY_ADVICE
 
@@ -173,6 +174,43 @@ def test_job_takes_arguments_in_any_order(job: str, command: str, monkeypatch: p
     with pytest.raises(SystemExit, match="0"):
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
     assert received[0]["overrides"] == overrides
+
+
+class LoadedError(Exception):
+    """Error that ends a command where it would import its libraries, and start Ray meanwhile."""
+
+
+@pytest.fixture
+def loaded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the runs whose libraries a command has imported; the command ends there."""
+    names: list[str] = []
+
+    def load(config: Config, module: str = "") -> None:
+        names.append(config.run.name)
+        raise LoadedError
+
+    monkeypatch.setattr(cli, "load_libraries", load)
+    return names
+
+
+def test_stages_start_the_cluster_of_the_stage_that_is_checked_first(tmp_path: Path, loaded: list[str]) -> None:
+    path = tmp_path / "stages.yaml"
+    path.write_text(f"run: {{name: math, storage_path: {tmp_path}}}\nstages: [{{name: a}}, {{name: b}}]\n")
+    with pytest.raises(LoadedError):
+        main(["train", str(path)])
+    assert loaded == ["02-b"]
+
+
+def test_chaos_refuses_an_old_run_before_it_starts_ray(
+    tmp_path: Path, loaded: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["chaos", f"run.storage_path={tmp_path}", "run.name=a", "--faults=exception"]
+    with pytest.raises(LoadedError):
+        main(command)
+    assert loaded == ["a"] and "exception" in capsys.readouterr().out  # the plan of the faults
+    (tmp_path / "a-chaos-0").mkdir()
+    assert main(command) == 2
+    assert "a-chaos-0 exists" in capsys.readouterr().err and loaded == ["a"]
 
 
 def test_memory_kill_outside_training_is_one_line_of_advice(

@@ -1,4 +1,4 @@
-"""Tests of the recipes: each example has one, which says what was seen; curves are drawn, and data prepared."""
+"""Tests of the recipes: each example has one, with the results of its runs; curves are drawn, and data prepared."""
 
 import json
 import re
@@ -6,6 +6,7 @@ import runpy
 import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import recipe_curve
@@ -79,3 +80,16 @@ def test_mbpp_problem_shows_the_first_test() -> None:
         "Add two numbers. Your code must pass:\nassert add(1, 2) == 3\nAnswer with one block of Python."
     )
     assert problem["test_list"] == row["test_list"] and problem["task_id"] == 7
+
+
+def test_mbpp_problems_of_both_splits_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load_dataset(name: str, config: str, *, split: str) -> list[dict[str, object]]:
+        assert (name, config) == ("google-research-datasets/mbpp", "full")
+        return [{"text": f"Of {split}.", "test_list": ["assert f()"]}]
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    folder = tmp_path / "new" / "folder"
+    monkeypatch.setattr(sys, "argv", ["prepare.py", "--folder", str(folder)])
+    runpy.run_path(str(ROOT / "recipes" / "mbpp-code" / "prepare.py"))["main"]()
+    assert sorted(path.name for path in folder.iterdir()) == ["mbpp-test.jsonl", "mbpp-train.jsonl"]
+    assert json.loads((folder / "mbpp-test.jsonl").read_text())["prompt"].startswith("Of test. Your code must pass:")

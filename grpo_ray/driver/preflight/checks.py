@@ -94,8 +94,8 @@ def check_adapter(context: RunContext) -> Sequence[str]:
 
 
 def check_reward_models(context: RunContext) -> Sequence[str]:
-    """Check that the configs of reward models can be read. Raises ConfigError."""
-    for name in context.config.rewards.models:
+    """Check that the configs of the reward models that the run uses can be read. Raises ConfigError."""
+    for name in context.config.rewards.models if context.config.uses_reward_models else ():
         from transformers import AutoConfig  # takes seconds, and most runs have no reward model
 
         try:

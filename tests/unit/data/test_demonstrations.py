@@ -42,6 +42,7 @@ def test_column_of_another_name_is_renamed(tmp_path: Path) -> None:
         ({"completion": 4}, "one chat message of the assistant, not 4"),
         ({"completion": [{"role": "user", "content": "= 4"}]}, "one chat message of the assistant, not"),
         ({"completion": []}, "one chat message of the assistant, not"),
+        ({"completion": "4 \ud83d"}, "row 1: 'completion' contains an unpaired surrogate, which is no text"),
     ],
 )
 def test_row_without_a_usable_completion_is_refused(tmp_path: Path, row: dict[str, Any], message: str) -> None:

@@ -1,7 +1,8 @@
-"""Tests of the error messages of a run that failed, and of the policy that its baseline measures."""
+"""Tests of a run's error messages, of the policy that its baseline measures, and of late measurements."""
 
+import json
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,11 +13,16 @@ from ray.exceptions import OutOfMemoryError
 from grpo_ray.config.loader import load_config
 from grpo_ray.config.schema import Config
 from grpo_ray.driver import run as run_module
-from grpo_ray.driver.launch import InitialPolicy
+from grpo_ray.driver.launch import InitialPolicy, ResumePoint
 from grpo_ray.driver.run import PreparedRun, describe_training_failure
 from grpo_ray.errors import DataError, RepeatedWorkerError
+from grpo_ray.evaluation.metrics import EvaluationResult
+from grpo_ray.observers.feed import RunFeed
 from grpo_ray.resilience.error_triage import MEMORY_ADVICE
+from grpo_ray.storage.checkpoints import list_checkpoints
+from grpo_ray.storage.ray_snapshot import SNAPSHOT
 from grpo_ray.storage.run_folder import RunFolder
+from grpo_ray.telemetry.measures import Measure
 
 TOOLS = ["rollout.tools=['grpo_ray.tools.examples:multiply']"]
 KILLED = "2 worker(s) were killed due to the node running low on memory. Set RAY_memory_usage_threshold"
@@ -62,6 +68,16 @@ class UnmeasuredBaseline:
 
     def missing(self) -> list[str]:
         return ["heldout"]
+
+
+class MeasuredBaseline:
+    """Baseline of a run without held-out sets to measure."""
+
+    def missing(self) -> list[str]:
+        return []
+
+    def read(self) -> dict[str, Any]:
+        return {}
 
 
 @pytest.mark.parametrize(
@@ -138,3 +154,40 @@ def test_fine_tuning_loads_reward_models_only_to_measure(
     run: Any = SimpleNamespace(config=config, progress=SimpleNamespace(phase=shown.append))
     with PreparedRun._reward_models(run):
         assert shown == phases and len(started) == len(phases)
+
+
+@pytest.mark.parametrize(("save_steps", "scores"), [(3, [0.75 - 3e-12]), (2, [None])], ids=["regular", "by a stop"])
+def test_ray_train_gets_the_score_of_a_missed_measurement(
+    save_steps: int, scores: list[float | None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without it Ray Train would delete the checkpoint as the worst one, even if it is the best."""
+    folder = RunFolder(str(tmp_path), "run")
+    manifest = {"metrics": {"step": 3}, "serial": 1, "files": {}}
+    folder.write_json(manifest, "checkpoint-000003", "manifest.json")
+    three_of_four = Measure(0.75, 0.3, 0.95, 4)
+    result = EvaluationResult(4, 0, 1, three_of_four, three_of_four, None, 0.0, 1.0)
+    monkeypatch.setattr(run_module, "evaluate", lambda *args, **options: {"heldout": result})
+    monkeypatch.setattr(run_module, "RunFollower", lambda *args: nullcontext(SimpleNamespace()))
+    config = load_config(None, [f"grpo.save_steps={save_steps}"])
+    progress = SimpleNamespace(notice=print, phase=print, baseline=print)
+    plan: Any = SimpleNamespace(
+        context=SimpleNamespace(config=config, folder=folder, progress=progress, owns_cluster=False),
+        baseline=MeasuredBaseline(),
+        coordinator=None,
+        heldout_conditions={"heldout": {}},
+        indexes=SimpleNamespace(heldout_splits={"heldout": None}),
+        pool=None,
+        resume=ResumePoint(list_checkpoints(folder)[0]),
+    )
+    lease: Any = SimpleNamespace()
+    run = PreparedRun(plan, 0.0, lease, ExitStack())
+    vars(run)["feed"] = RunFeed([])
+    read: list[float | None] = []
+
+    def fit() -> None:
+        snapshot = json.loads(folder.read_text(SNAPSHOT))
+        read.extend(each["metrics"].get("checkpoint/score") for each in snapshot["checkpoint_results"])
+
+    trainer: Any = SimpleNamespace(fit=fit)
+    run.fit(trainer)
+    assert read == scores

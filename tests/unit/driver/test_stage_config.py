@@ -61,6 +61,22 @@ def test_override_of_a_stage_whose_name_has_dots(tmp_path: Path) -> None:
     assert both.name == "other" and both.stages[0].config.run.storage_path == "/runs/other"
 
 
+def test_override_of_one_entry_of_one_stage_keeps_the_others(tmp_path: Path) -> None:
+    rewards = {"functions": ["correctness", "soft_overlong"], "settings": {"soft_overlong": {"max_length": 9}}}
+    override = "stages.hard.rewards.settings.soft_overlong.buffer=3"
+    both = load(tmp_path, TWO, override, shared=SHARED | {"rewards": rewards})
+    assert [stage.config.rewards.settings["soft_overlong"] for stage in both] == [
+        {"max_length": 9},
+        {"max_length": 9, "buffer": 3},
+    ]
+
+
+@pytest.mark.parametrize("overrides", [[], ["stages.easy.model.path=c/d"]])
+def test_later_stages_are_checked_with_the_policy_of_the_first(tmp_path: Path, overrides: list[str]) -> None:
+    both = load(tmp_path, [{"name": "easy", "model": {"path": "a/b"}}, {"name": "hard"}], *overrides)
+    assert [stage.config.model.path for stage in both] == ["c/d" if overrides else "a/b"] * 2
+
+
 def test_kind_of_a_stage_is_that_of_its_run(tmp_path: Path) -> None:
     warm, hard = load(tmp_path, [{"name": "warm", "kind": "sft", "data": {"train": "a.jsonl"}}, {"name": "hard"}])
     assert (warm.config.run.kind, hard.config.run.kind) == ("sft", "grpo")

@@ -17,6 +17,7 @@ from grpo_ray.driver.stage_runs import (
     finished_stages,
     policy_after,
     run_folder,
+    train_stages,
     unfinished_stages,
 )
 from grpo_ray.errors import CheckpointError, ConfigError
@@ -48,7 +49,8 @@ def write_run(stages: Stages, number: int, *steps: int, ended: bool = True, accu
         metrics = {"step": step, "heldout/accuracy": accuracy}
         folder.write_json({"metrics": metrics, "serial": serial, "files": files}, name, "manifest.json")
     if ended:
-        folder.write_json({"stopped": None, "steps": max(steps)}, "summary.json")
+        latest = folder.uri_of(f"checkpoint-{steps[-1]:06}")
+        folder.write_json({"stopped": None, "latest_checkpoint": latest}, "summary.json")
     return folder
 
 
@@ -73,6 +75,32 @@ def test_stage_has_ended_with_its_last_step_and_summary(tmp_path: Path) -> None:
     assert finished(stages) == "a"
     write_run(stages, 1, 5, 10)
     assert finished(stages) == "ab"
+
+
+@pytest.mark.parametrize("summary", [[], {}, {"latest_checkpoint": None}])
+def test_stage_with_an_unknown_summary_has_not_ended(tmp_path: Path, summary: Any) -> None:
+    stages = stages_of(tmp_path)
+    write_run(stages, 0, 10).write_json(summary, "summary.json")
+    assert finished(stages) == ""
+
+
+def test_stage_whose_last_row_of_metrics_is_lost_has_ended(tmp_path: Path) -> None:
+    """A kill between the last checkpoint and its row: no later launch writes the row, and rows give the `steps`."""
+    stages = stages_of(tmp_path)
+    folder = write_run(stages, 0, 5, 10)
+    folder.write_json(folder.read_json("summary.json") | {"steps": 9}, "summary.json")
+    write_run(stages, 1, 5)
+    assert finished(stages) == "a"
+
+
+def test_folder_that_cannot_be_written_is_refused_before_the_checks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stages = stages_of(tmp_path)
+    (tmp_path / "math").write_text("no folder")
+    monkeypatch.setattr(stage_runs, "check_stages", lambda *args: pytest.fail("the stages were checked"))
+    with pytest.raises(ConfigError, match=r"run.storage_path=.* cannot be written"):
+        train_stages(stages)
 
 
 def test_changed_setting_of_an_ended_stage_is_refused(tmp_path: Path) -> None:

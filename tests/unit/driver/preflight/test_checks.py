@@ -2,7 +2,9 @@
 
 import io
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -136,3 +138,13 @@ def test_check_reward_models_folder_without_a_model_raises(tmp_path: Path) -> No
     with pytest.raises(ConfigError, match=r"the reward model .*judge cannot be read"):
         preflight.check_reward_models(context)
     assert preflight.check_reward_models(make_context(tmp_path)) == ()
+
+
+@pytest.mark.parametrize(("score", "is_read"), [("correctness", False), ("reward", True)])
+def test_check_reward_models_reads_only_those_that_fine_tuning_uses(tmp_path: Path, score: str, is_read: bool) -> None:
+    (tmp_path / "judge").mkdir()
+    sft = ["run.kind=sft", "data.train=a.jsonl", "data.heldout=arithmetic", f"heldout.score={score}"]
+    context = make_context(tmp_path, f"rewards.functions=[correctness, {tmp_path / 'judge'}]", *sft)
+    raises: AbstractContextManager[Any] = pytest.raises(ConfigError, match="cannot be read")
+    with raises if is_read else nullcontext():
+        preflight.check_reward_models(context)
