@@ -26,7 +26,11 @@ def print_used_problems(found: UsedProblems) -> None:
     for note in found.notes:
         console.print(escape(one_line(note)), highlight=False)
     if found.begun_with:
-        console.print(escape(f"the run began with {one_line(found.begun_with)}, whose ledger it continues"))
+        begun_with = one_line(found.begun_with)
+        console.print(
+            escape(f"the run began with {begun_with}; ask it, too, if only one of the two runs is on a mixture"),
+            highlight=False,
+        )
     listed = [each for each in found.problems if each.answer != "not used"]
     if listed:
         table = Table("id", "file and row", "answer", "epochs", "source", "prompt")
