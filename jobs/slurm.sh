@@ -40,6 +40,8 @@ if [[ ! -s $token ]]; then
 fi
 chmod 600 "$token"
 
+unset RAY_ADDRESS # sbatch passes it on, but this job has a cluster of its own
+
 # --- Address of the first node, where this script runs too ---
 mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 # Its name may stand for a loopback address on the node itself, and Ray needs one that the others reach.

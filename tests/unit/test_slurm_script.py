@@ -54,6 +54,7 @@ class Job:
             "SLURM_JOB_NUM_NODES": "1",
             "SLURM_CPUS_ON_NODE": "2",
             "SLURM_RESTART_COUNT": str(restarts),
+            "RAY_ADDRESS": "http://127.0.0.1:8265",  # of the shell that has submitted the job
         }
         with open(self.output, "wb") as file:
             self.process = subprocess.Popen(
@@ -71,6 +72,12 @@ def test_status_is_that_of_the_driver(tmp_path: Path) -> None:
     job = Job(tmp_path, ["my run.yaml", "grpo.max_steps=2"])
     assert job.wait() == 0, job.output.read_text()
     assert job.lines() == ["10.0.0.7:24711 train my run.yaml grpo.max_steps=2"]
+
+
+def test_address_of_another_cluster_is_not_passed_on(tmp_path: Path) -> None:
+    job = Job(tmp_path, srun='echo "srun: ${RAY_ADDRESS-none}" >>"$LOG"')
+    job.wait()
+    assert job.lines() == ["srun: none"]
 
 
 def test_job_fails_if_ray_does_not_start(tmp_path: Path) -> None:
