@@ -18,6 +18,8 @@ EXAMPLES = 20
 """Rows that are printed; the JSON has all of them."""
 EXCERPT = 60
 """Characters of a prompt that are printed."""
+DIFFERENCE_CHARS = 1000
+"""Characters of a line with a difference, whose values are short already."""
 
 
 def print_used_problems(found: UsedProblems) -> None:
@@ -89,7 +91,8 @@ def print_comparison(comparison: "RunComparison") -> None:
             highlight=False,
         )
     else:
-        console.print(escape(one_line(f"first difference: {comparison.first_difference}")), highlight=False)
+        text = one_line(f"first difference: {comparison.first_difference}", DIFFERENCE_CHARS)
+        console.print(escape(text), highlight=False)
 
 
 def print_replay(outcome: "Replay") -> None:
@@ -114,7 +117,8 @@ def print_replay(outcome: "Replay") -> None:
             escape(
                 one_line(
                     f"{where}, differs first in its {first.quantity}: {first.where}: recorded {first.recorded}, "
-                    f"replayed {first.other}"
+                    f"replayed {first.other}",
+                    DIFFERENCE_CHARS,
                 )
             ),
             highlight=False,

@@ -28,6 +28,8 @@ from grpo_ray.experiments import fork as forks
 from grpo_ray.experiments import replay as replays
 from grpo_ray.experiments.fork_fields import LAUNCH, OF_REPLAY, REFUSED, require_changeable
 from grpo_ray.experiments.replay import compare_versions, first_of_batch, replay_config
+from grpo_ray.experiments.step_difference import Difference, StepComparison
+from grpo_ray.experiments.tables import print_replay
 from grpo_ray.models.embedded_policy import embedded_policy_digest
 from grpo_ray.storage import lease
 from grpo_ray.storage.checkpoints import CheckpointInfo, list_checkpoints
@@ -244,6 +246,14 @@ def test_failed_replay_names_its_logs_only_if_they_are_kept(
         replays.replay(str(run.local), 2, keeps_folder=keeps_folder)
     assert RunFolder(str(tmp_path), "run-replay-2").exists() is keeps_folder
     assert ("--keep keeps it, with its logs" in str(error.value)) is not keeps_folder
+
+
+def test_place_and_both_values_of_a_difference_are_printed_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    texts = (f"...{letter * 60} [... of 3000 characters ...] {letter * 30}" for letter in "xy")
+    first = Difference(123_456, "tokens", f"completions of problem {'a' * 16} of epoch 0, completion 12", *texts)
+    print_replay(replays.Replay("/runs/a", 123_450, StepComparison(123_456, {}, first), {}, None))
+    printed = " ".join(capsys.readouterr().out.split())  # without line breaks
+    assert f"{first.where}: recorded {first.recorded}, replayed {first.other}" in printed
 
 
 def other_run(tmp_path: Path) -> CheckpointInfo:
