@@ -22,10 +22,10 @@ from grpo_ray.driver.summary import RunSummary
 from grpo_ray.errors import CheckpointError, ConfigError, DamagedFileError
 from grpo_ray.experiments.branch import find_start, require_sound, write_branch
 from grpo_ray.experiments.fork_fields import identifying, require_changeable
+from grpo_ray.experiments.run import open_whole_run
 from grpo_ray.experiments.run_comparison import RunComparison, compare_runs, read_contents
 from grpo_ray.models.embedded_policy import embedded_policy_digest
-from grpo_ray.pages.report.read import open_run
-from grpo_ray.storage.checkpoints import NAME_PATTERN, CheckpointInfo, list_checkpoints, resolve_checkpoint
+from grpo_ray.storage.checkpoints import CheckpointInfo, list_checkpoints, resolve_checkpoint
 from grpo_ray.storage.lease import FOLDER as LEASE_FOLDER
 from grpo_ray.storage.lease import RunLease
 from grpo_ray.storage.recorded_config import read_recorded
@@ -72,7 +72,7 @@ def fork(
         ConfigError: a setting cannot change, or the fork's folder is in use.
         TrainingError: the workers failed.
     """
-    source = open_source(path)
+    source = open_whole_run(path)
     require_changeable(overrides)
     config = branch_config(source, overrides, config_path=config_path, trusts_settings=trusts_settings)
     if not any(override.startswith("run.name=") for override in overrides):
@@ -86,14 +86,6 @@ def fork(
     summary = train(config)
     comparison = compare_runs(read_contents(path), read_contents(target.address_of()), step)
     return Fork(target, summary, comparison, config.run.stop_on)
-
-
-def open_source(path: str) -> RunFolder:
-    """Open the folder of the run that is forked or replayed. Raises as `open_run`; ConfigError for a checkpoint."""
-    source = open_run(path)
-    if NAME_PATTERN.fullmatch(source.name):  # it has metrics, as a run folder has
-        raise ConfigError(f"{source.uri} is a checkpoint; give its run folder, and the step as a number")
-    return source
 
 
 def prepare_fork(

@@ -15,7 +15,6 @@ from grpo_ray.experiments.branch import find_start, require_sound, write_branch
 from grpo_ray.experiments.fork import (
     branch_config,
     has_files,
-    open_source,
     require_other_folder,
     require_same_run,
     require_same_start,
@@ -24,6 +23,7 @@ from grpo_ray.experiments.fork import (
     write_origin,
 )
 from grpo_ray.experiments.fork_fields import require_changeable
+from grpo_ray.experiments.run import open_whole_run
 from grpo_ray.experiments.run_comparison import EARLIER_LAUNCH, is_of_latest_launch, last_step, read_contents
 from grpo_ray.experiments.step_difference import StepComparison, StepRecord, compare_steps, read_records
 from grpo_ray.pages.report.read import RunData
@@ -88,7 +88,7 @@ def replay(
         TrainingError: the workers failed, or the replay ended before the step.
     """
     require_changeable(overrides, is_replay=True)
-    source = open_source(path)
+    source = open_whole_run(path)
     recorded = read_contents(path)
     if not 1 <= step <= last_step(recorded):
         raise ConfigError(f"--step {step}: {source.uri} has recorded the steps from 1 to {last_step(recorded)} only")
