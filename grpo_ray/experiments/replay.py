@@ -111,8 +111,6 @@ def replay(
         require_same_start(config, source)
     else:
         require_sound(checkpoint)
-    origin = "the start of the run" if checkpoint is None else checkpoint.name
-    print(f"computing steps {start + 1} to {config.run.pause_at} again, from {origin}", flush=True)
     is_own = False
     try:
         if target.exists():
@@ -123,6 +121,8 @@ def replay(
             is_own = True
             write_branch(source, checkpoint, target)
             write_origin(source, checkpoint, target, overrides)
+        origin = "the start of the run" if checkpoint is None else checkpoint.name
+        print(f"computing steps {start + 1} to {config.run.pause_at} again, from {origin}", flush=True)
         train(config)
         replayed = read_contents(target.address_of())
         if last_step(replayed) < step:
