@@ -810,6 +810,7 @@ def run_contains(arguments: argparse.Namespace) -> int:
     from grpo_ray.experiments.tables import print_used_problems
     from grpo_ray.experiments.used_problems import find_used_problems
 
+    require_writable(arguments.json)
     columns = None if arguments.columns is None else parse_columns(arguments.columns)
     found = find_used_problems(arguments.checkpoint, arguments.problems, columns)
     print_used_problems(found)

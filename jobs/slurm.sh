@@ -32,6 +32,13 @@ for program in ray grpo-ray; do
     fi
 done
 
+# --- Slurm's signal comes at once if the job may not run longer than that: it would be requeued without end ---
+limit=$((${SLURM_JOB_END_TIME:-0} - ${SLURM_JOB_START_TIME:-0})) # older releases of Slurm do not set these
+if [[ $limit -gt 0 && $limit -le 600 ]]; then
+    echo "slurm.sh: warning: the time limit is $limit s, and by default the signal to save comes 600 s before its end:" \
+        "set a longer --time, or --signal=B:USR1@SECONDS" >&2
+fi
+
 # --- Token: one file for all nodes. Ray creates it readable by everyone. ---
 export RAY_AUTH_MODE=token
 token=${RAY_AUTH_TOKEN_PATH:-$HOME/.ray/auth_token}
@@ -39,6 +46,8 @@ if [[ ! -s $token ]]; then
     (umask 077 && ray get-auth-token --generate >/dev/null)
 fi
 chmod 600 "$token"
+
+unset RAY_ADDRESS # sbatch passes it on, but this job has a cluster of its own
 
 # --- Address of the first node, where this script runs too ---
 mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")

@@ -69,9 +69,15 @@ def require_sound(checkpoint: CheckpointInfo) -> None:
     """Check a checkpoint, which may be untrusted, before it is copied and loaded.
 
     Raises:
-        CheckpointError: it is damaged, or has files that its manifest does not name.
+        CheckpointError: it is damaged, has files that its manifest does not name, or the run deletes it meanwhile.
     """
-    if faults := find_faults(checkpoint):
+    try:
+        faults = find_faults(checkpoint)
+    except FileNotFoundError as error:
+        faults = [str(error)]
+    if not checkpoint.folder.exists(checkpoint.name, MANIFEST):  # deleted first, before the other files
+        raise _deleted_meanwhile(checkpoint.uri)
+    if faults:
         raise CheckpointError(f"{checkpoint.uri} is damaged: {'; '.join(faults)}")
     require_listed_files(checkpoint)
     if checkpoint.folder.local is not None:
@@ -91,6 +97,8 @@ def write_branch(source: RunFolder, checkpoint: CheckpointInfo | None, target: R
     step = 0 if checkpoint is None else checkpoint.step
     patterns = AT_THE_START if checkpoint is None else (*COPIED, f"{checkpoint.name}/*")
     names = [name for name in source.file_sizes() if _is_of_branch(name, patterns, step)]
+    if checkpoint is not None and f"{checkpoint.name}/{MANIFEST}" not in names:
+        raise _deleted_meanwhile(checkpoint.uri)  # a branch without it would begin at step 0
     if RECORDED_CONFIG in names and not _is_readable(source):
         names.remove(RECORDED_CONFIG)  # the settings are given by hand
     # The manifest last: without it the folder has no checkpoint.
@@ -98,10 +106,7 @@ def write_branch(source: RunFolder, checkpoint: CheckpointInfo | None, target: R
         try:
             _copy(source, target, name)
         except FileNotFoundError:
-            raise CheckpointError(
-                f"{source.uri_of(*name.split('/'))} was deleted while it was copied: the run goes on, and keeps "
-                f"run.keep_checkpoints of its checkpoints; delete {target.uri}, and begin with another step"
-            ) from None
+            raise _deleted_meanwhile(source.uri_of(*name.split("/"))) from None
     drop_rollouts_after(target, step)
     drop_heldout_after(target, step)
     metrics = MetricsFile(target)
@@ -109,6 +114,13 @@ def write_branch(source: RunFolder, checkpoint: CheckpointInfo | None, target: R
         if row["step"] <= step:
             metrics.add(row)
     metrics.flush()
+
+
+def _deleted_meanwhile(where: str) -> CheckpointError:
+    return CheckpointError(
+        f"{where} was deleted while it was copied: the run goes on, and keeps run.keep_checkpoints of its checkpoints; "
+        "begin with another step"
+    )
 
 
 def _is_of_branch(name: str, patterns: tuple[str, ...], step: int) -> bool:

@@ -13,21 +13,25 @@ from typing import Any
 from grpo_ray.config.loader import load_config
 from grpo_ray.config.recorded import RECORDED_CONFIG, recorded_code
 from grpo_ray.config.schema import Config
+from grpo_ray.config.sources import EMBEDDED_POLICIES
+from grpo_ray.driver.launch import BEGUN_WITH, UPLOADED
 from grpo_ray.driver.preflight.resume_fields import changed_fields
 from grpo_ray.driver.preflight.same_run import FORK_FILE
 from grpo_ray.driver.run import train
 from grpo_ray.driver.summary import RunSummary
-from grpo_ray.errors import ConfigError, DamagedFileError
+from grpo_ray.errors import CheckpointError, ConfigError, DamagedFileError
 from grpo_ray.experiments.branch import find_start, require_sound, write_branch
-from grpo_ray.experiments.fork_fields import require_changeable
+from grpo_ray.experiments.fork_fields import identifying, require_changeable
+from grpo_ray.experiments.run import open_whole_run
 from grpo_ray.experiments.run_comparison import RunComparison, compare_runs, read_contents
-from grpo_ray.pages.report.read import open_run
-from grpo_ray.storage.checkpoints import CheckpointInfo
+from grpo_ray.models.embedded_policy import embedded_policy_digest
+from grpo_ray.storage.checkpoints import CheckpointInfo, list_checkpoints, resolve_checkpoint
 from grpo_ray.storage.lease import FOLDER as LEASE_FOLDER
 from grpo_ray.storage.lease import RunLease
 from grpo_ray.storage.recorded_config import read_recorded
 from grpo_ray.storage.run_folder import RunFolder
 from grpo_ray.storage.uris import split_path
+from grpo_ray.text.display import one_line
 from grpo_ray.text.redaction import redact, redact_settings
 
 NAME_CHARS = 80
@@ -68,7 +72,7 @@ def fork(
         ConfigError: a setting cannot change, or the fork's folder is in use.
         TrainingError: the workers failed.
     """
-    source = open_run(path)
+    source = open_whole_run(path)
     require_changeable(overrides)
     config = branch_config(source, overrides, config_path=config_path, trusts_settings=trusts_settings)
     if not any(override.startswith("run.name=") for override in overrides):
@@ -76,6 +80,8 @@ def fork(
     require_same_run(config, source, step, is_given=config_path is not None)
     target = run_folder_of(config)
     require_other_folder(source, target)
+    if step == 0 and not list_checkpoints(target):
+        require_same_start(config, source)
     prepare_fork(source, step, target, overrides, config.run.takeover)
     summary = train(config)
     comparison = compare_runs(read_contents(path), read_contents(target.address_of()), step)
@@ -111,7 +117,10 @@ def prepare_fork(
             )
         if checkpoint is not None:
             require_sound(checkpoint)
-        write_branch(source, checkpoint, target)
+        try:
+            write_branch(source, checkpoint, target)
+        except CheckpointError as error:
+            raise CheckpointError(f"{error}; {target.uri} is incomplete, delete it") from None
         write_origin(source, checkpoint, target, overrides)
 
 
@@ -133,8 +142,7 @@ def write_origin(
 
 def describe_fork(source: RunFolder, step: int, overrides: Sequence[str]) -> dict[str, Any]:
     """Return the identity of a fork: run, step and changes, in JSON's types and without secrets."""
-    places = ("run.name=", "run.storage_path=", "run.takeover=")
-    changes = [_without_secrets(each) for each in overrides if not each.startswith(places)]
+    changes = list(map(_without_secrets, identifying(overrides)))
     identity: dict[str, Any] = redact({"run": source.uri, "step": step, "changes": changes})
     return identity
 
@@ -207,6 +215,34 @@ def require_same_run(config: Config, source: RunFolder, step: int, *, is_given: 
         )
 
 
+def require_same_start(config: Config, source: RunFolder) -> None:
+    """Refuse to begin at step 0 with another policy than the run, where the driver would not notice it.
+
+    The driver compares the files of other policies (`check_same_run`).
+
+    Raises:
+        CheckpointError: there is no checkpoint at `run.from_checkpoint`.
+        ConfigError: the run began with another checkpoint of another run, or with another embedded policy.
+    """
+    run, model = config.run, config.model.path
+    if source.exists(BEGUN_WITH):
+        begun_with = source.read_text(BEGUN_WITH)
+        found = resolve_checkpoint(run.from_checkpoint, run.best_metric) if run.from_checkpoint else None
+        if found is None or found.digest != begun_with.rpartition(" ")[2]:
+            raise ConfigError(
+                f"run.from_checkpoint={redact(run.from_checkpoint)} is not the checkpoint that the run {source.uri} "
+                f"began with, {one_line(begun_with)}; restore it, or begin with a checkpoint of the run"
+            )
+    if model in EMBEDDED_POLICIES and source.exists(*UPLOADED):
+        recorded, current = source.read_text(*UPLOADED), f"{model} {embedded_policy_digest(model)}"
+        if recorded != current:
+            raise ConfigError(
+                f"model.path={model}: this version of grpo_ray has another policy of this name than the run "
+                f"{source.uri} began with ({current} in place of {recorded}); install the version of the run, or begin "
+                "with a checkpoint of the run"
+            )
+
+
 def require_other_folder(source: RunFolder, target: RunFolder) -> None:
     """Refuse to write into the folder of the original. Raises ConfigError."""
     if source.address_of() == target.address_of() or source.uri == target.uri:
@@ -215,7 +251,7 @@ def require_other_folder(source: RunFolder, target: RunFolder) -> None:
 
 def fork_name(name: str, step: int, overrides: Sequence[str]) -> str:
     """Return the default name of a fork, from its run, its step and its changed settings."""
-    overrides = [each for each in overrides if not each.startswith("run.")]
+    overrides = [each for each in identifying(overrides) if not each.startswith("run.")]
     changes = [each.partition(".")[2] for each in overrides]
     text = re.sub(r"[^A-Za-z0-9._-]+", "-", "-".join([f"{name}-fork-{step}", *changes])).strip("-.")
     has_secrets = any(_without_secrets(each) != each for each in overrides)

@@ -17,11 +17,13 @@ from grpo_ray.experiments.fork import (
     has_files,
     require_other_folder,
     require_same_run,
+    require_same_start,
     run_folder_of,
     with_run,
     write_origin,
 )
 from grpo_ray.experiments.fork_fields import require_changeable
+from grpo_ray.experiments.run import open_whole_run
 from grpo_ray.experiments.run_comparison import EARLIER_LAUNCH, is_of_latest_launch, last_step, read_contents
 from grpo_ray.experiments.step_difference import StepComparison, StepRecord, compare_steps, read_records
 from grpo_ray.pages.report.read import RunData
@@ -43,7 +45,8 @@ class Replay:
     """Of the recorded step with the replayed one; where several steps share a generation batch, their groups are those
     of its first step."""
     changed_versions: Mapping[str, tuple[str, str]]
-    """Library, or the commit -> versions that the run recorded at its latest launch, and those of the replay."""
+    """Library, or the commit -> version that the run recorded at its latest launch, and that of the replay; "none" if
+    it is not installed."""
     folder: str | None
     """Folder of the replay, if it was kept."""
     notes: Sequence[str] = ()
@@ -81,15 +84,22 @@ def replay(
     Raises:
         CheckpointError: the checkpoint before the step is damaged.
         ConfigError: the run has not taken the step, or a setting cannot change.
+        DataError: the run has not recorded the step's groups.
         TrainingError: the workers failed, or the replay ended before the step.
     """
-    recorded = read_contents(path)
-    source = recorded.folder
     require_changeable(overrides, is_replay=True)
+    source = open_whole_run(path)
+    recorded = read_contents(path)
     if not 1 <= step <= last_step(recorded):
-        raise ConfigError(f"--step {step}: {source.uri} has recorded the steps 1 to {last_step(recorded)}")
+        raise ConfigError(f"--step {step}: {source.uri} has recorded the steps from 1 to {last_step(recorded)} only")
     config = branch_config(source, overrides, config_path=config_path, trusts_settings=trusts_settings)
+    if config.grpo.max_steps < step:
+        raise ConfigError(
+            f"--step {step}: the settings end with grpo.max_steps={config.grpo.max_steps}; give those of the launch "
+            "that has taken the step with --config"
+        )
     first = first_of_batch(step, config.steps_per_batch)
+    step_record(recorded, step, first)  # raises before anything is computed
     kept = (each.step for each in resume_candidates(source, "latest", ""))
     start = max((each for each in kept if each < first), default=0)
     require_same_run(config, source, start, is_given=config_path is not None)
@@ -97,7 +107,9 @@ def replay(
     target = run_folder_of(config)
     require_other_folder(source, target)
     checkpoint = find_start(source, start)
-    if checkpoint is not None:
+    if checkpoint is None:
+        require_same_start(config, source)
+    else:
         require_sound(checkpoint)
     is_own = False
     try:
@@ -109,11 +121,17 @@ def replay(
             is_own = True
             write_branch(source, checkpoint, target)
             write_origin(source, checkpoint, target, overrides)
+        origin = "the start of the run" if checkpoint is None else checkpoint.name
+        print(f"computing steps {start + 1} to {config.run.pause_at} again, from {origin}", flush=True)
         train(config)
         replayed = read_contents(target.address_of())
         if last_step(replayed) < step:
             raise TrainingError(f"the replay ended after step {last_step(replayed)}, before step {step}")
         comparison = compare_step(recorded, replayed, step, first)
+    except TrainingError as error:
+        if keeps_folder:
+            raise
+        raise TrainingError(f"{error}\nthe folder of the replay is deleted; --keep keeps it, with its logs") from error
     finally:
         if is_own and not keeps_folder:
             delete_run(target)
@@ -123,7 +141,8 @@ def replay(
         comparison=comparison,
         changed_versions=compare_versions(recorded.section("versions"), versions()),
         folder=target.uri if keeps_folder else None,
-        notes=() if is_of_latest_launch(recorded, step) else (f"step {step} {EARLIER_LAUNCH}",),
+        # An earlier step that was computed with other settings changes the later ones too.
+        notes=() if is_of_latest_launch(recorded, start + 1) else (f"step {start + 1} {EARLIER_LAUNCH}",),
     )
 
 
@@ -169,18 +188,24 @@ def step_record(run: RunData, step: int, first: int) -> StepRecord:
     """
     records = read_records(run, first, step)
     if first not in records or not records[first].groups:
-        raise DataError(f"{run.folder.uri} has no rollouts of step {first}")
+        raise DataError(
+            f"{run.folder.uri} has no rollouts of step {first}; they are written with checkpoints, so those of the "
+            "steps after the latest one are missing"
+        )
     own = records.get(step, StepRecord(step, ()))
     return replace(own, groups=records[first].groups)
 
 
 def compare_versions(recorded: Mapping[str, Any], current: Mapping[str, str]) -> dict[str, tuple[str, str]]:
-    """Return the names whose versions differ, with the recorded and the current one."""
-    return {
-        name: (str(recorded[name]), str(current[name]))
-        for name in sorted(recorded.keys() & current.keys())
-        if str(recorded[name]) != str(current[name])
+    """Return the names whose versions differ, with the recorded and the current one; "none" is a missing one.
+
+    Empty if no versions are recorded.
+    """
+    pairs = {
+        name: (str(recorded.get(name, "none")), str(current.get(name, "none")))
+        for name in sorted({*recorded, *current} if recorded else ())
     }
+    return {name: (before, now) for name, (before, now) in pairs.items() if before != now}
 
 
 def delete_run(folder: RunFolder) -> None:

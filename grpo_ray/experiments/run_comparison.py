@@ -106,7 +106,7 @@ def compare_runs(original: RunData, fork: RunData, at: int) -> RunComparison:
             first = compare_steps(here, there).first
         if here.groups or there.groups:
             rewards.append(_compare_rewards(here, there))
-    same_rewards = _rewards_settings(original) == _rewards_settings(fork)
+    same_rewards = _have_same_rewards(original, fork)
     notes = []
     if not same_rewards:
         notes.append("the fork computes other rewards than the run, so their values are not compared")
@@ -125,18 +125,30 @@ def compare_runs(original: RunData, fork: RunData, at: int) -> RunComparison:
     )
 
 
-def _rewards_settings(run: RunData) -> tuple[Any, Any]:
-    """Return the recorded settings that determine the rewards."""
-    return run.section("rewards"), run.section("grpo").get("reward_weights")
+def _have_same_rewards(original: RunData, fork: RunData) -> bool:
+    """Return True if both runs have recorded the same settings that determine the rewards of common problems."""
+    here, there = ((run.section("rewards"), run.section("grpo").get("reward_weights")) for run in (original, fork))
+    own, other = map(_rewards_of_sources, (original, fork))
+    return here == there and all(own[name] == other[name] for name in own.keys() & other.keys())
+
+
+def _rewards_of_sources(run: RunData) -> dict[str, Any]:
+    """Return source of a mixture -> its own reward functions; None: those of the run."""
+    train = run.section("data").get("train")
+    sources = train if isinstance(train, Mapping) else {}
+    return {name: each.get("rewards") for name, each in sources.items() if isinstance(each, Mapping)}
 
 
 def is_of_latest_launch(run: RunData, step: int) -> bool:
-    """Return True if a step was taken by the run's latest launch, with whose settings `config.yaml` was written."""
+    """Return True if a step was taken by the run's latest launch, with whose settings `config.yaml` was written.
+
+    False, too, for the steps of a fork that it has copied from its original.
+    """
     launches = [number for number, each in enumerate(run.events) if each["event"] == "launched"]
-    if len(launches) < 2:
+    if not launches:
         return True
     starts = [each["step"] for each in run.events[launches[-1] :] if each["event"] == "began"]
-    return bool(starts) and step > min(starts)
+    return step > min(starts) if starts else len(launches) == 1
 
 
 def last_step(run: RunData) -> int:

@@ -24,6 +24,7 @@ from grpo_ray.pages.report.read import RunData
 from grpo_ray.storage.checkpoints import CheckpointInfo, resume_candidates
 from grpo_ray.storage.records.rollout_files import read_steps
 from grpo_ray.text.display import one_line
+from grpo_ray.text.redaction import redact
 
 Quantity = Literal["problem", "prompt", "tokens", "reward", "advantage", "gradient", "weights"]
 Outcome = Literal["equal", "differs", "not recorded"]
@@ -34,6 +35,8 @@ OPTIMIZER_PREFIX = "shards/optimizer"
 """Folder of a sharded checkpoint whose files are not weights of the policy."""
 VALUE_CHARS = 80
 """Characters of a value that a difference shows."""
+CONTEXT_CHARS = 20
+"""Characters before the first different one, with which a longer value begins."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +125,7 @@ def compare_steps(recorded: StepRecord, other: StepRecord) -> StepComparison:
         found = next((pair for pair in pairs if not same_bits(pair[1], pair[2])), None)
         outcomes[quantity] = "differs" if found else "equal" if pairs else "not recorded"
         if found and first is None:
-            first = Difference(recorded.step, quantity, found[0], _show(found[1]), _show(found[2]))
+            first = Difference(recorded.step, quantity, found[0], *_show(found[1], found[2]))
     return StepComparison(recorded.step, outcomes, first)
 
 
@@ -222,5 +225,12 @@ _PAIRS: Mapping[Quantity, Callable[[StepRecord, StepRecord], list[Pair]]] = {
 """Quantity -> function that returns what both records have of it."""
 
 
-def _show(value: Any) -> str:
-    return one_line(value, VALUE_CHARS)
+def _show(here: Any, there: Any) -> tuple[str, str]:
+    """Return two different values as short texts; long ones begin shortly before their first difference."""
+    a, b = redact(str(here)), redact(str(there))
+    start = 0
+    if max(len(a), len(b)) > VALUE_CHARS:
+        shorter = min(len(a), len(b))
+        start = max(0, next((i for i in range(shorter) if a[i] != b[i]), shorter) - CONTEXT_CHARS)
+    dots = "..." if start else ""
+    return dots + one_line(a[start:], VALUE_CHARS), dots + one_line(b[start:], VALUE_CHARS)

@@ -18,6 +18,8 @@ EXAMPLES = 20
 """Rows that are printed; the JSON has all of them."""
 EXCERPT = 60
 """Characters of a prompt that are printed."""
+DIFFERENCE_CHARS = 1000
+"""Characters of a line with a difference, whose values are short already."""
 
 
 def print_used_problems(found: UsedProblems) -> None:
@@ -26,7 +28,11 @@ def print_used_problems(found: UsedProblems) -> None:
     for note in found.notes:
         console.print(escape(one_line(note)), highlight=False)
     if found.begun_with:
-        console.print(escape(f"the run began with {one_line(found.begun_with)}, whose ledger it continues"))
+        begun_with = one_line(found.begun_with)
+        console.print(
+            escape(f"the run began with {begun_with}; ask it, too, if only one of the two runs is on a mixture"),
+            highlight=False,
+        )
     listed = [each for each in found.problems if each.answer != "not used"]
     if listed:
         table = Table("id", "file and row", "answer", "epochs", "source", "prompt")
@@ -85,7 +91,8 @@ def print_comparison(comparison: "RunComparison") -> None:
             highlight=False,
         )
     else:
-        console.print(escape(one_line(f"first difference: {comparison.first_difference}")), highlight=False)
+        text = one_line(f"first difference: {comparison.first_difference}", DIFFERENCE_CHARS)
+        console.print(escape(text), highlight=False)
 
 
 def print_replay(outcome: "Replay") -> None:
@@ -110,7 +117,8 @@ def print_replay(outcome: "Replay") -> None:
             escape(
                 one_line(
                     f"{where}, differs first in its {first.quantity}: {first.where}: recorded {first.recorded}, "
-                    f"replayed {first.other}"
+                    f"replayed {first.other}",
+                    DIFFERENCE_CHARS,
                 )
             ),
             highlight=False,

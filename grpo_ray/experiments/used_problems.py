@@ -95,17 +95,24 @@ class _Uses:
     """True if earlier epochs may have had other problems than the dataset has now."""
     is_read: bool
     """False if a file of rollouts could not be read."""
+    is_continued: bool = False
+    """True if the ledger began as that of another run, whose rollouts are elsewhere."""
 
     @property
     def is_complete(self) -> bool:
         """True if every problem that the source has used is known."""
         if not self.ledger.closed_epochs:
             return True
+        if self.is_continued and not self._is_whole(0):
+            return False  # the other run may have used a part of epoch 0, which no ledger lists since the epoch closed
         if self.accepts_changes or self._has_more_problems:
             return self.is_read and sum(epoch >= 0 for epoch in self.recorded) == self.ledger.closed_epochs
-        return any(
-            DatasetFingerprint.of(uint64_to_ids(ids)) == self.ledger.fingerprint for ids in self.recorded.values()
-        )
+        return any(map(self._is_whole, self.recorded))
+
+    def _is_whole(self, epoch: int) -> bool:
+        """Return True if the rollouts of an epoch record exactly the problems that the dataset has now."""
+        ids = self.recorded.get(epoch)
+        return ids is not None and DatasetFingerprint.of(uint64_to_ids(ids)) == self.ledger.fingerprint
 
     @property
     def _has_more_problems(self) -> bool:
@@ -144,9 +151,10 @@ def find_used_problems(path: str, problems: str, columns: Mapping[str, str] | No
     recorded, notes = _recorded_uses(checkpoint, ledgers)
     settings = read_recorded(folder) if folder.exists(RECORDED_CONFIG) else {}
     begun_with = folder.read_text(BEGUN_WITH) if folder.exists(BEGUN_WITH) else None
-    accepts_changes = begun_with is not None or bool(settings.get("data", {}).get("accept_changes"))
+    is_continued = begun_with is not None
+    accepts_changes = is_continued or bool(settings.get("data", {}).get("accept_changes"))
     uses = {
-        source: _Uses(ledger, recorded.get(source, {}), accepts_changes, is_read=not notes)
+        source: _Uses(ledger, recorded.get(source, {}), accepts_changes, not notes, is_continued)
         for source, ledger in ledgers.items()
     }
     complete = {source: each.is_complete for source, each in uses.items()}

@@ -36,7 +36,15 @@ LIMIT = 120.0
 class Job:
     """A start of the script, with the lines that its programs have written."""
 
-    def __init__(self, folder: Path, arguments: Sequence[str] = (), *, restarts: int = 0, **programs: str):
+    def __init__(
+        self, folder: Path, arguments: Sequence[str] = (), *, restarts: int = 0, seconds: int = 0, **programs: str
+    ):
+        """
+        Args:
+            restarts: earlier starts of the job.
+            seconds: time limit of the job; 0: unknown.
+            **programs: program -> its lines, in place of those of `PROGRAMS`.
+        """
         self.log, self.output = folder / "log", folder / "output"
         (folder / "bin").mkdir()
         for name, lines in (PROGRAMS | {name.replace("_", "-"): lines for name, lines in programs.items()}).items():
@@ -54,7 +62,10 @@ class Job:
             "SLURM_JOB_NUM_NODES": "1",
             "SLURM_CPUS_ON_NODE": "2",
             "SLURM_RESTART_COUNT": str(restarts),
+            "RAY_ADDRESS": "http://127.0.0.1:8265",  # of the shell that has submitted the job
         }
+        if seconds:
+            environment |= {"SLURM_JOB_START_TIME": "1800000000", "SLURM_JOB_END_TIME": str(1_800_000_000 + seconds)}
         with open(self.output, "wb") as file:
             self.process = subprocess.Popen(
                 ["bash", str(SCRIPT), *arguments], env=environment, stdout=file, stderr=file, stdin=subprocess.DEVNULL
@@ -71,6 +82,19 @@ def test_status_is_that_of_the_driver(tmp_path: Path) -> None:
     job = Job(tmp_path, ["my run.yaml", "grpo.max_steps=2"])
     assert job.wait() == 0, job.output.read_text()
     assert job.lines() == ["10.0.0.7:24711 train my run.yaml grpo.max_steps=2"]
+
+
+@pytest.mark.parametrize(("seconds", "is_warned"), [(0, False), (600, True), (601, False)])
+def test_time_limit_that_ends_before_the_signal_is_warned_of(tmp_path: Path, seconds: int, is_warned: bool) -> None:
+    job = Job(tmp_path, seconds=seconds)
+    assert job.wait() == 0 and len(job.lines()) == 1
+    assert ("the time limit is 600 s" in job.output.read_text()) is is_warned
+
+
+def test_address_of_another_cluster_is_not_passed_on(tmp_path: Path) -> None:
+    job = Job(tmp_path, srun='echo "srun: ${RAY_ADDRESS-none}" >>"$LOG"')
+    job.wait()
+    assert job.lines() == ["srun: none"]
 
 
 def test_job_fails_if_ray_does_not_start(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import pytest
 from page_samples import make_group
 
 from grpo_ray.errors import CheckpointError
+from grpo_ray.experiments import branch
 from grpo_ray.experiments.branch import find_start, require_sound, write_branch
 from grpo_ray.storage.checkpoints import RETURNS, list_checkpoints
 from grpo_ray.storage.jsonl import read_metrics
@@ -95,6 +96,25 @@ def test_checkpoint_that_the_run_deletes_meanwhile_is_named(
     checkpoint = find_start(run, 4)
     Path(run.path("checkpoint-000004", "optimizer.bin")).unlink()
     with pytest.raises(CheckpointError, match=r"checkpoint-000004/optimizer\.bin was deleted while it was copied"):
+        write_branch(run, checkpoint, RunFolder(str(tmp_path), "branch"))
+
+
+@pytest.mark.parametrize("deleted", ["manifest.json", "optimizer.bin"])
+def test_checkpoint_that_the_run_deletes_before_the_copy_is_no_branch_at_step_0(
+    run: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, deleted: str
+) -> None:
+    checkpoint: Any = find_start(run, 4)
+
+    def delete_meanwhile(*arguments: Any) -> list[str]:
+        Path(run.path("checkpoint-000004", "manifest.json")).unlink()
+        if deleted != "manifest.json":
+            raise FileNotFoundError(deleted)
+        return []
+
+    monkeypatch.setattr(branch, "find_faults", delete_meanwhile)
+    with pytest.raises(CheckpointError, match="checkpoint-000004 was deleted while it was copied"):
+        require_sound(checkpoint)
+    with pytest.raises(CheckpointError, match="checkpoint-000004 was deleted while it was copied"):
         write_branch(run, checkpoint, RunFolder(str(tmp_path), "branch"))
 
 

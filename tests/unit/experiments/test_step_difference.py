@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from grpo_ray.experiments.step_difference import QUANTITIES, StepRecord, compare_steps, same_bits
+from grpo_ray.experiments.step_difference import QUANTITIES, Difference, StepRecord, compare_steps, same_bits
 
 
 def group(problem: str = "a" * 16, **changes: Any) -> dict[str, Any]:
@@ -72,6 +72,17 @@ def test_first_of_several_differences_is_reported() -> None:
         str(compared.first) == f"step 7: reward of rewards of problem {'a' * 16} of epoch 0, completion 0: 1.0 and 0.0"
     )
     assert compared.outcomes["gradient"] == "differs" and compared.outcomes["weights"] == "equal"
+
+
+def test_long_values_are_shown_from_their_difference_on() -> None:
+    texts = ["a" * 150 + place + "z" * 150 for place in "47"]
+    compared = compare_steps(*(record(group(completions=["4", text], tokens=None)) for text in texts))
+    assert compared.first is not None
+    assert compared.first.recorded.startswith("..." + "a" * 20 + "4zz")
+    assert compared.first.other.startswith("..." + "a" * 20 + "7zz")
+    assert compare_steps(record(group()), record(group(prompt="2 + 3"))).first == Difference(
+        7, "prompt", f"prompt of problem {'a' * 16} of epoch 0", "2 + 2", "2 + 3"
+    )
 
 
 def test_missing_records_are_not_recorded() -> None:
