@@ -22,9 +22,9 @@ from grpo_ray.driver.summary import RunSummary
 from grpo_ray.errors import CheckpointError, ConfigError, DamagedFileError
 from grpo_ray.experiments.branch import find_start, require_sound, write_branch
 from grpo_ray.experiments.fork_fields import identifying, require_changeable
-from grpo_ray.experiments.run import open_whole_run
 from grpo_ray.experiments.run_comparison import RunComparison, compare_runs, read_contents
 from grpo_ray.models.embedded_policy import embedded_policy_digest
+from grpo_ray.pages.report.read import open_run
 from grpo_ray.storage.checkpoints import CheckpointInfo, list_checkpoints, resolve_checkpoint
 from grpo_ray.storage.lease import FOLDER as LEASE_FOLDER
 from grpo_ray.storage.lease import RunLease
@@ -72,7 +72,7 @@ def fork(
         ConfigError: a setting cannot change, or the fork's folder is in use.
         TrainingError: the workers failed.
     """
-    source = open_whole_run(path)
+    source = open_run(path)
     require_changeable(overrides)
     config = branch_config(source, overrides, config_path=config_path, trusts_settings=trusts_settings)
     if not any(override.startswith("run.name=") for override in overrides):

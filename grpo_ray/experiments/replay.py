@@ -23,10 +23,9 @@ from grpo_ray.experiments.fork import (
     write_origin,
 )
 from grpo_ray.experiments.fork_fields import require_changeable
-from grpo_ray.experiments.run import open_whole_run
 from grpo_ray.experiments.run_comparison import EARLIER_LAUNCH, is_of_latest_launch, last_step, read_contents
 from grpo_ray.experiments.step_difference import StepComparison, StepRecord, compare_steps, read_records
-from grpo_ray.pages.report.read import RunData
+from grpo_ray.pages.report.read import RunData, open_run
 from grpo_ray.resilience.nodes import versions
 from grpo_ray.storage.checkpoints import resume_candidates
 from grpo_ray.storage.lease import RunLease
@@ -88,7 +87,7 @@ def replay(
         TrainingError: the workers failed, or the replay ended before the step.
     """
     require_changeable(overrides, is_replay=True)
-    source = open_whole_run(path)
+    source = open_run(path)
     recorded = read_contents(path)
     if not 1 <= step <= last_step(recorded):
         raise ConfigError(f"--step {step}: {source.uri} has recorded the steps from 1 to {last_step(recorded)} only")

@@ -20,13 +20,12 @@ from grpo_ray.config.heldout_keys import ranking_metric
 from grpo_ray.config.schema import RunConfig
 from grpo_ray.errors import ConfigError, DamagedFileError, DataError
 from grpo_ray.pages.report.read import RunData, RunReader, open_run
-from grpo_ray.storage.checkpoints import NAME_PATTERN, CheckpointInfo, best_checkpoint
+from grpo_ray.storage.checkpoints import CheckpointInfo, best_checkpoint
 from grpo_ray.storage.numbers import is_plausible
 from grpo_ray.storage.parquet import MemoryBudget
 from grpo_ray.storage.records.group_columns import drop_empty_source
 from grpo_ray.storage.records.heldout_files import list_heldout_files, read_heldout
 from grpo_ray.storage.records.rollout_files import read_steps
-from grpo_ray.storage.run_folder import RunFolder
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -72,7 +71,7 @@ class Run:
             ConfigError: the folder holds no file of a run, or is a checkpoint.
             DamagedFileError: it has links that lead out of it, or files that grpo_ray does not write.
         """
-        self._folder = open_whole_run(str(path))
+        self._folder = open_run(str(path))
         reader = RunReader(self._folder, once=True)
         reader.refresh()
         self._data: RunData = reader.contents()
@@ -240,17 +239,6 @@ class Run:
         recorded = self._data.section("run").get("best_metric", RunConfig.best_metric)
         found = best_checkpoint(self._data.checkpoints, ranking_metric(str(recorded), self._data.heldout_keys))
         return None if found is None else _describe(found)
-
-
-def open_whole_run(path: str) -> RunFolder:
-    """Open the run folder at a local path or URI. Raises as `open_run`; ConfigError for a checkpoint.
-
-    A checkpoint has a file of metrics, and would pass for a run folder without groups.
-    """
-    folder = open_run(path)
-    if NAME_PATTERN.fullmatch(folder.name):
-        raise ConfigError(f"{folder.uri} is a checkpoint; give its run folder")
-    return folder
 
 
 def _describe(checkpoint: CheckpointInfo) -> RunCheckpoint:

@@ -276,6 +276,12 @@ def test_folder_that_is_no_run_is_named_as_such(tmp_path: Path, capsys: pytest.C
             resolve_checkpoint(str(path), "heldout/correctness_mean")
 
 
+@pytest.mark.parametrize("name", READERS)
+def test_checkpoint_is_no_run(run: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (run / CHECKPOINT / "metrics.jsonl").write_text('{"step": 2}\n')
+    require_line(shown(READERS[name], run / CHECKPOINT, capsys), f"{CHECKPOINT} is a checkpoint; give its run folder")
+
+
 def test_folder_that_a_live_run_deletes_is_passed_over(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     list_folder = os.scandir
     (run / "empty").mkdir()

@@ -18,7 +18,7 @@ from grpo_ray.config.schema import RunConfig
 from grpo_ray.config.yaml_documents import parse_yaml
 from grpo_ray.errors import ConfigError, DamagedFileError, DataError
 from grpo_ray.pages.report.rows import EventLines, GrowingFile, MetricsLines, MetricsRow
-from grpo_ray.storage.checkpoints import MANIFEST, MEASURED, PREFIX, CheckpointInfo, list_checkpoints
+from grpo_ray.storage.checkpoints import MANIFEST, MEASURED, NAME_PATTERN, PREFIX, CheckpointInfo, list_checkpoints
 from grpo_ray.storage.jsonl import EventsFile, MetricsFile
 from grpo_ray.storage.numbers import is_plausible
 from grpo_ray.storage.records.group_columns import groups_table
@@ -109,12 +109,14 @@ def open_run(path: str, retry_seconds: float = STORAGE_RETRY_SECONDS) -> RunFold
         retry_seconds: How long a call to an object store is retried, in seconds.
 
     Raises:
-        ConfigError: The folder holds no file of a run.
+        ConfigError: The folder holds no file of a run, or is a checkpoint.
         DamagedFileError: It has links that lead out of it, or files that grpo_ray does not write.
     """
     if "://" not in path:
         path = str(Path(path).expanduser().resolve())
     folder = RunFolder(*split_path(path), retry_seconds)
+    if NAME_PATTERN.fullmatch(folder.name):  # it has a file of metrics, and would pass for a run without groups
+        raise ConfigError(f"{folder.uri} is a checkpoint; give its run folder")
     # Checked first: links in a folder that is not a run's, such as a virtual environment, must not be reported.
     if not any(folder.has_entry(name) for name in RUN_FILES):
         raise ConfigError(

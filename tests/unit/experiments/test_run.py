@@ -111,13 +111,6 @@ def test_folder_with_links_out_of_it_is_refused(tmp_path: Path) -> None:
         Run(str(tmp_path))
 
 
-def test_checkpoint_is_no_run(tmp_path: Path) -> None:
-    folder = write_run(tmp_path)
-    folder.write_text('{"step": 40}\n', "checkpoint-000040", "metrics.jsonl")
-    with pytest.raises(ConfigError, match="checkpoint-000040 is a checkpoint; give its run folder"):
-        Run(folder.path("checkpoint-000040"))
-
-
 @pytest.mark.parametrize("name", BOMBS)
 def test_rollouts_that_expand_are_refused(tmp_path: Path, name: str) -> None:
     folder = write_run(tmp_path)
