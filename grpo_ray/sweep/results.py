@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from grpo_ray.config.schema import Config
 from grpo_ray.errors import ConfigError, DamagedFileError, DataError
@@ -75,18 +75,7 @@ def compare_with_best(results: Sequence[TrialResult], configs: Mapping[str, Conf
     }
     p_values = {name: pair.p_value for name, pair in pairs.items() if pair is not None}
     corrected = holm(p_values, count_pairs(results))
-    return [
-        TrialResult(
-            name=each.name,
-            steps=each.steps,
-            checkpoint=each.checkpoint,
-            value=each.value,
-            measure=each.measure,
-            paired=pairs.get(each.name),
-            p_value=corrected.get(each.name),
-        )
-        for each in results
-    ]
+    return [replace(each, paired=pairs.get(each.name), p_value=corrected.get(each.name)) for each in results]
 
 
 def count_pairs(results: Sequence[TrialResult]) -> int:
@@ -171,5 +160,5 @@ def write_page(folder: RunFolder, results: Sequence[TrialResult], folders: Mappi
         return None
     if not runs:
         return None
-    folder.write_text(render(runs, time.time()), PAGE)
+    folder.write_text(render(runs, time.time(), title=folder.name), PAGE)
     return folder.uri_of(PAGE)

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 PAGE_NAME = "report.html"
 MAX_RUNS = 8
 """Runs on one page: the number of curve colours in `page.css`."""
+SHOWN_ELSEWHERE = ("run.name", "run.pause_at")
+"""Settings that the sections of the runs show in their titles."""
 
 
 def write_page(paths: Sequence[str], out: str | None = None) -> str:
@@ -64,20 +66,23 @@ def write_page(paths: Sequence[str], out: str | None = None) -> str:
     return str(target)
 
 
-def render(runs: Sequence[RunData], now: float, *, are_stages: bool = False) -> str:
+def render(runs: Sequence[RunData], now: float, *, are_stages: bool = False, title: str | None = None) -> str:
     """Render the page as HTML.
 
     Args:
         runs: Runs in the order of their curve colours.
         now: Current time, seconds since 1970, for the time since the last event.
         are_stages: True for runs that follow one another, whose curves are joined; False to overlay them.
+        title: Title of the page; None: the names of one or two runs, or the number of more.
     """
+    if title is None:
+        title = " and ".join(run_labels(runs)) if len(runs) < 3 else f"{len(runs)} runs"
     drawn = follow_one_another(runs) if are_stages else runs
     return _template("page.html").render(
         **_contents(runs, now, drawn),
         live=False,
         more_curves=layout_other_curves(drawn),
-        title=" and ".join(run_labels(runs)) if len(runs) < 3 else f"{len(runs)} runs",
+        title=title,
         generated_at=facts.format_utc(now),
     )
 
@@ -194,6 +199,6 @@ def _differences(runs: Sequence[RunData]) -> list[tuple[str, list[str]]]:
     for run in runs:
         values = {setting.name: setting.value for setting in settings.run_settings(run)}
         values_of_runs.append(values | {f"versions.{name}": version for name, version in settings.run_versions(run)})
-    names = dict.fromkeys(name for values in values_of_runs for name in values)
-    rows = [(name, [values.get(name, "-") for values in values_of_runs]) for name in names if name != "run.name"]
+    names = dict.fromkeys(name for values in values_of_runs for name in values if name not in SHOWN_ELSEWHERE)
+    rows = [(name, [values.get(name, "-") for values in values_of_runs]) for name in names]
     return [(name, values) for name, values in rows if len(set(values)) > 1]

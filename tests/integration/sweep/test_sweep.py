@@ -71,7 +71,7 @@ def test_halved_sweep_leaves_the_survivor_unchanged(
     assert ranked[0]["difference_to_best"] is None
     assert 0 <= ranked[1]["difference_to_best"] <= 1 and 0 < ranked[1]["p_value"] <= 1
     page = (folder / "report.html").read_text()
-    assert "good" in page and "ruined" in page
+    assert "<h1>rates</h1>" in page and "good" in page and "ruined" in page
     output = capsys.readouterr().out
     assert "step 3: good stay; ruined dropped" in output
     assert ranked[0]["best_checkpoint"] in output and str(folder / "report.html") in output

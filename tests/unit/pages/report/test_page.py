@@ -336,10 +336,11 @@ def test_page_unexpected_values_are_shown(tmp_path: Path, value: Any) -> None:
 
 
 def test_page_several_runs_share_curves(tmp_path: Path) -> None:
-    faster = {**CONFIG, "grpo": CONFIG["grpo"] | {"learning_rate": 1e-3}}
+    faster = {**CONFIG, "grpo": CONFIG["grpo"] | {"learning_rate": 1e-3}, "run": CONFIG["run"] | {"pause_at": 40}}
     page = Page(render_folders(write_run(tmp_path, "slow"), write_run(tmp_path, "fast", config=faster)))
     assert_harmless(page)
     assert "Settings that differ slow fast grpo.learning_rate 0.0003 0.001" in page.text
+    assert "run.pause_at null 40" not in page.text  # shown in the title of the run that it has stopped
     assert "step 40 slow: 1 fast: 1" in page.text  # tooltip of a strip of the chart
     assert page.text.count("checkpoint-000040 best by") == 2
 
@@ -374,6 +375,12 @@ def test_report_bad_input_is_refused(tmp_path: Path, capsys: pytest.CaptureFixtu
 def harmless_tags(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Tags of the page of a run in which every untrusted text is a letter."""
     return Page(render_folders(hostile_run(tmp_path_factory.mktemp("runs"), "x"))).tags
+
+
+def test_page_has_the_title_of_a_sweep_in_place_of_the_names(tmp_path: Path) -> None:
+    runs = [read_run(str(write_run(tmp_path, name).local)) for name in ("slow", "fast")]
+    assert Page(render(runs, NOW)).text.startswith("slow and fast")
+    assert Page(render(runs, NOW, title="<rates>")).text.startswith("<rates>")
 
 
 def test_page_hostile_run_name_adds_no_element(tmp_path: Path) -> None:
