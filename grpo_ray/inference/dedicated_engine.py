@@ -80,6 +80,8 @@ class DedicatedEngine(LearnerEnd):
         self._announced = False
         """True if the next version is broadcast."""
         self._members: tuple[int, ...] = ()
+        self._group = ""
+        """Name of the process group of the broadcasts."""
         self._store: TCPStore | None = None
         self._channel: Channel | None = None
         super().__init__(model, accelerator, tokenizer)
@@ -178,10 +180,11 @@ class DedicatedEngine(LearnerEnd):
         members = self._call("members")
         if members != self._members:
             self._store, self._channel, self._members = open_store(), None, members
+            self._group = secrets.token_hex(8)
         assert self._store is not None
         size = 1 + len(members) * self.config.engine.tensor_parallel_size
         address = ray.util.get_node_ip_address(), self._store.port
-        announcement = Announcement(address, members, size, tuple(self._sent))
+        announcement = Announcement(self._group, address, members, size, tuple(self._sent))
 
         failed: list[Exception] = []
 

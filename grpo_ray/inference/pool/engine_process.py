@@ -82,8 +82,8 @@ class EngineProcess:
         self._hangs = threading.Event()
         self._owner: Any = None
         """Owner of the keys and values in the prefix cache."""
-        self._members: tuple[int, ...] = ()
-        """Members of the group of the last broadcast."""
+        self._group = ""
+        """Name of the process group of the last broadcast."""
 
     def open_store(self) -> Address:
         """Open the store of the engine's process group, in its first process; return its address."""
@@ -210,9 +210,9 @@ class EngineProcess:
 
         engine = self._engine
         with self._watched("receiving weights"):
-            if self._members != announcement.members:
+            if self._group != announcement.group:
                 self._channel = Channel(join_store(announcement.store), rank, announcement.size, engine.device)
-                self._members = announcement.members
+                self._group = announcement.group
             engine.receive_weights(self._channel.receive(announcement.weights))
             return self._end_load()
 

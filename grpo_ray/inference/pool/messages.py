@@ -42,6 +42,8 @@ class Announced:
 class Announcement:
     """Version of the weights that is about to be broadcast."""
 
+    group: str
+    """Name of the process group. Another attempt has another group, even with the same engines."""
     store: Address
     """Address of the group's store, in the learner's process."""
     members: tuple[int, ...]

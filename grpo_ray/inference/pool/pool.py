@@ -17,7 +17,7 @@ import asyncio
 import contextlib
 import itertools
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -69,7 +69,11 @@ class Version:
 
     def is_for(self, engine: "Engine") -> bool:
         """Return True if an engine can get this version."""
-        return self.announcement is None or engine.incarnation in self.announcement.members
+        return self.announcement is None or self.is_broadcast_to(engine)
+
+    def is_broadcast_to(self, engine: "Engine") -> bool:
+        """Return True if an engine is a member of the group to which the weights are broadcast."""
+        return self.announcement is not None and engine.incarnation in self.announcement.members
 
 
 @dataclass(eq=False)
@@ -192,12 +196,12 @@ class EnginePool:
             self._rounds.clear()
             self._votes.clear()
             self._pending.clear()
+            version, self._version = self._version, None  # its objects belong to a worker that has ended
             if not isinstance(self._error, EngineError):  # the others concern what the last attempt sent
                 self._error = None
             self._changed.notify_all()
-        version = self._version
         for engine in self._engines.values():
-            if version is not None and version.announcement is not None and engine.loaded != version.number:
+            if version is not None and version.is_broadcast_to(engine) and engine.loaded != version.number:
                 _end(engine)  # it may wait for weights that the earlier attempt does not send any more
             elif engine.shard is not None:
                 for process in engine.processes:
@@ -529,20 +533,29 @@ class EnginePool:
             engine.loaded = version.number
             return
         chunks = [] if engine.has_frozen_weights else version.chunks
-        try:
+        with self._ending_if_lost(version):
             # A list of references, which the engine fetches one after the other.
-            loaded = await _of_all(engine, "load", chunks, version.updates)
-        except ray.exceptions.ObjectLostError:  # the worker that owned the weights has died
-            if self._version is version:
-                self._version = None
-            return
-        self._precision = loaded[0]
-        engine.loaded = version.number
-        engine.has_frozen_weights = version.updates is not None
+            self._precision = (await _of_all(engine, "load", chunks, version.updates))[0]
+            engine.loaded = version.number
+            engine.has_frozen_weights = version.updates is not None
 
     async def _prove(self, engine: Engine, version: Version) -> None:
-        await _of_all(engine, "prove", version.sums)
-        engine.proven = version.number
+        with self._ending_if_lost(version):
+            await _of_all(engine, "prove", version.sums)
+            engine.proven = version.number
+
+    @contextlib.contextmanager
+    def _ending_if_lost(self, version: Version) -> Iterator[None]:
+        """End the attempt if objects of its version are lost, as those of a worker that has died are; engines stay."""
+        try:
+            yield
+        except ray.exceptions.ObjectLostError as error:
+            if self._version is version:
+                self._version = None
+                self._error = ConnectionError(
+                    f"an engine cannot fetch the weights ({type(error).__name__}); the workers send them again when "
+                    "they restart"
+                )
 
     async def _run(self, engine: Engine, shard: Shard) -> None:
         """Let an engine run a shard, and hand out its completions as they come."""
@@ -570,7 +583,7 @@ class EnginePool:
     def _require_weights_of(self, lost: Engine, reason: str) -> None:
         """End the attempt if nobody can send the weights again that an engine had or waited for."""
         version = self._version
-        if version is None or version.announcement is None or not version.is_for(lost):
+        if version is None or not version.is_broadcast_to(lost):
             return
         if lost.loaded == version.number and any(each.loaded == version.number for each in self._started()):
             return

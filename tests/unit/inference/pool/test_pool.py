@@ -1,0 +1,80 @@
+"""Tests of the pool's decisions without Ray: an attempt that follows another, and objects of a worker that has died."""
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+
+from grpo_ray.config.loader import load_config
+from grpo_ray.inference.pool import pool as pool_module
+from grpo_ray.inference.pool.engine_process import EngineSpec
+from grpo_ray.inference.pool.messages import Announcement, EngineFacts
+from grpo_ray.inference.pool.pool import Engine, EnginePool, Version
+
+NOT_A_GROUP: Any = None
+"""Place of an engine, which these tests do not use."""
+
+
+def pool_of(notes: list[str]) -> EnginePool:
+    event = SimpleNamespace(remote=lambda event, what: notes.append(what))
+    spec = EngineSpec(
+        config=load_config(None, ["engine.placement=dedicated", "engine.replicas=3"]),
+        model_path="",
+        max_num_seqs=1,
+        versions={},
+        environment={},
+        coordinator=SimpleNamespace(record_event=event),
+    )
+    return EnginePool(spec)
+
+
+def engine_of(incarnation: int, loaded: int, **calls: Any) -> Engine:
+    facts = EngineFacts("fake", 100, 10, "node")
+    process = SimpleNamespace(**{name: SimpleNamespace(remote=call) for name, call in calls.items()})
+    return Engine(incarnation, incarnation, NOT_A_GROUP, [process], facts, loaded=loaded, proven=loaded)
+
+
+def test_begin_during_a_broadcast_restarts_waiting_engines_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[int] = []
+    monkeypatch.setattr(pool_module, "_end", lambda engine: ended.append(engine.incarnation))
+
+    async def begin_twice() -> None:
+        pool = pool_of(notes := [])
+        # Engine 1 has received version 5, engine 2 waits for it, and engine 3 has started after its announcement.
+        engines = [engine_of(1, loaded=5), engine_of(2, loaded=4), engine_of(3, loaded=0)]
+        pool._engines = {each.number: each for each in engines}
+        pool._version = Version(5, [], None, Announcement("group", ("host", 1), (1, 2), 3, ()))
+        await pool.begin("second", 1, None)
+        assert ended == [2]
+        await pool._lose(engines[1], RuntimeError("killed"), failed_starts=0)
+        assert notes == ["engine 2 was lost and is started again: RuntimeError: killed"]
+        # Nobody waits for the old version any more, so the loss ends no attempt.
+        assert await pool.members("second") == (1, 3)
+        await pool.begin("third", 1, None)
+        assert ended == [2]
+
+    asyncio.run(begin_twice())
+
+
+@pytest.mark.parametrize("method", ["load", "prove"])
+def test_engine_stays_if_the_worker_that_owned_weights_dies(method: str) -> None:
+    async def lost(*arguments: Any) -> Any:
+        raise ray.exceptions.OwnerDiedError("id", "address", "call site")
+
+    async def use_lost_objects() -> None:
+        pool = pool_of([])
+        engine = engine_of(1, 0, **{method: lost})
+        pool._engines = {1: engine}
+        await pool.begin("first", 1, None)
+        version = pool._version = Version(1, [], None, sums="sums")
+        await getattr(pool, f"_{method}")(engine, version)
+        assert engine.loaded == engine.proven == 0
+        with pytest.raises(ConnectionError, match=r"cannot fetch the weights \(OwnerDiedError\)"):
+            await pool.members("first")
+        await pool.begin("second", 1, None)
+        await getattr(pool, f"_{method}")(engine, version)  # for the worker that has died: no error of this attempt
+        assert await pool.members("second") == (1,)
+
+    asyncio.run(use_lost_objects())
