@@ -434,7 +434,15 @@ def run_chaos(arguments: argparse.Namespace) -> int:
     require_engines(kinds, config.engine.is_dedicated)
     grpo = config.grpo
     workers = config.cluster.max_workers
-    faults = plan_faults(arguments.seed, kinds, grpo.max_steps, grpo.save_steps, workers, config.steps_per_batch)
+    faults = plan_faults(
+        arguments.seed,
+        kinds,
+        grpo.max_steps,
+        grpo.save_steps,
+        workers,
+        config.steps_per_batch,
+        config.rollout.max_staleness,
+    )
     # A separate run, so that the run of the configured name stays untouched. Every fault may cost two attempts.
     run = replace(
         config.run,

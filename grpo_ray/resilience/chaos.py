@@ -50,7 +50,9 @@ UPLOAD_FAULTS = {"kill-upload", "kill-commit", "storage-error"}
 """Faults injected at the first checkpoint at or after their step."""
 ENGINE_FAULTS = {"kill-engine": "kill", "hang-engine": "hang"}
 """Faults of dedicated engines, and the name of each in `EngineProcess.disturb`."""
-GENERATION_FAULTS = {"kill-generation", "hang", *ENGINE_FAULTS}
+SAMPLING_FAULTS = {"kill-generation", *ENGINE_FAULTS}
+"""Faults injected while an engine generates for training, for the first time in their step or a later one."""
+GENERATION_FAULTS = {"hang", *SAMPLING_FAULTS}
 """Faults injected while completions are collected, in the first optimizer step on a generation batch."""
 CORRUPTION_FAULTS = {"torn-checkpoint", "flipped-byte"}
 """Faults that damage the newest checkpoint."""
@@ -91,11 +93,18 @@ def require_engines(kinds: Sequence[str], has_dedicated_engines: bool) -> None:
 
 
 def plan_faults(
-    seed: int, kinds: Sequence[str], max_steps: int, save_steps: int, workers: int, steps_per_batch: int = 1
+    seed: int,
+    kinds: Sequence[str],
+    max_steps: int,
+    save_steps: int,
+    workers: int,
+    steps_per_batch: int = 1,
+    max_staleness: int = 0,
 ) -> list[Fault]:
     """Draw one fault of each kind, with random steps and workers.
 
-    Faults that damage a checkpoint come after the second checkpoint, so that the run has one to fall back to.
+    Faults that damage a checkpoint come after the second checkpoint, so that the run has one to fall back to. The last
+    `max_staleness` steps of a run begin no completions, so faults of sampling come before them.
 
     Args:
         seed: seed of the draw.
@@ -104,6 +113,7 @@ def plan_faults(
         save_steps: steps between checkpoints.
         workers: largest number of workers.
         steps_per_batch: optimizer steps on each generation batch.
+        max_staleness: `rollout.max_staleness`.
 
     Returns:
         The faults, ordered by step.
@@ -124,7 +134,8 @@ def plan_faults(
                 raise ConfigError(
                     f"fault {kind} needs two earlier checkpoints; grpo.max_steps={max_steps} must be above {first - 1}"
                 )
-            step = draw.randint(first, max_steps)
+            last = max(1, max_steps - max_staleness) if kind in SAMPLING_FAULTS else max_steps
+            step = draw.randint(first, last)
             if kind in GENERATION_FAULTS:
                 step -= (step - 1) % steps_per_batch
         # Rank 0 commits checkpoints, so the faults of a whole checkpoint are injected there.
@@ -247,7 +258,7 @@ class FaultInjector:
         """Return True if a fault of a kind is due; it is then marked as injected and never due again."""
         step = self._current_step() if step is None else step
         for fault in self.pending:
-            due = fault.step <= step if kind in UPLOAD_FAULTS else fault.step == step
+            due = fault.step <= step if kind in UPLOAD_FAULTS | SAMPLING_FAULTS else fault.step == step
             if fault.kind == kind and due:
                 self.pending.remove(fault)
                 self.folder.write_json(asdict(fault) | {"at": time.time()}, FOLDER, fault.marker)

@@ -358,7 +358,7 @@ class EnginePool:
         Args:
             number: chooses among them.
         """
-        self._require_current(token)
+        await self._wait_until(token, lambda: bool(self._started()))  # the last one may have been lost just now
         started = self._started()
         engines = [engine for engine in started if engine.shard is not None] or started
         process = engines[number % len(engines)].processes[0]

@@ -9,7 +9,15 @@ import pytest
 
 from grpo_ray.errors import ConfigError
 from grpo_ray.resilience import chaos
-from grpo_ray.resilience.chaos import Fault, FaultInjector, describe_plan, fault_kinds, require_engines
+from grpo_ray.resilience.chaos import (
+    SAMPLING_FAULTS,
+    Fault,
+    FaultInjector,
+    describe_plan,
+    fault_kinds,
+    plan_faults,
+    require_engines,
+)
 from grpo_ray.storage.run_folder import RunFolder
 
 
@@ -67,6 +75,40 @@ def test_injector_disturbs_an_engine_once_while_it_generates(tmp_path: Path, kin
         for _ in range(2):
             run_round([[1], [2]], [{}, {}], lambda number, token_ids: calls.append(number))
     assert calls == [(3, name), 0, 1, 0, 1]
+
+
+def test_two_faults_of_engines_in_one_step_come_one_after_the_other(tmp_path: Path) -> None:
+    calls: list[str] = []
+
+    class Engine:
+        def disturb(self, number: int, kind: str) -> None:
+            calls.append(kind)
+
+    @contextmanager
+    def rounds() -> Iterator[Callable[..., Any]]:
+        yield lambda prompts, sampling, on_finished: [on_finished(number, each) for number, each in enumerate(prompts)]
+
+    faults = [Fault("kill-engine", step=2), Fault("hang-engine", step=2)]
+    injector = FaultInjector(faults, RunFolder(str(tmp_path), "run"), rank=0, workers=1)
+    injector._engine = Engine()
+    found: dict[int, list[str]] = {}
+    injector._current_step = lambda: len(found) + 1
+    for step in (1, 2, 3, 4):
+        calls.clear()
+        with injector._fail_while_generating(rounds) as run_round:
+            run_round([] if step == 3 else [[1], [2]], [{}, {}], lambda number, token_ids: None)
+        found[step] = list(calls)
+    assert found == {1: [], 2: ["kill"], 3: [], 4: ["hang"]}  # step 3 samples nothing on this worker
+
+
+@pytest.mark.parametrize("kind", sorted(SAMPLING_FAULTS))
+def test_plan_faults_of_sampling_are_in_steps_that_begin_completions(kind: str) -> None:
+    def steps(staleness: int) -> set[int]:
+        return {plan_faults(seed, [kind], 6, 2, 2, max_staleness=staleness)[0].step for seed in range(80)}
+
+    assert steps(0) == {1, 2, 3, 4, 5, 6}
+    assert steps(2) == {1, 2, 3, 4}  # batches 5 and 6, the last ones, begin in steps 3 and 4
+    assert steps(8) == {1}
 
 
 def test_fault_of_an_engine_needs_dedicated_engines() -> None:
