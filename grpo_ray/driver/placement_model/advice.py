@@ -13,6 +13,7 @@ from grpo_ray.driver.placement_model.lengths import DrawBatch, LogNormalLengths,
 from grpo_ray.driver.placement_model.placements import Workload, colocated_step
 from grpo_ray.driver.placement_model.search import Comparison, compare_placements
 from grpo_ray.errors import ConfigError
+from grpo_ray.models.memory import plan_memory
 from grpo_ray.storage.jsonl import read_events, read_metrics
 from grpo_ray.storage.records.rollout_files import list_rollout_files, read_steps
 
@@ -31,6 +32,8 @@ WORTHWHILE = 1.1
 """Gain from which dedicated engines are recommended. A smaller one is within the errors of the simulation."""
 RECORDED_ROWS, RECORDED_STEPS = 50, 20
 """Latest rows of metrics, and latest steps of recorded lengths, that are read."""
+_OTHERS = {"engine/count", "engine/idle_share"}
+"""Metrics of steps with dedicated engines, or with `rollout.max_staleness` above 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,13 +100,18 @@ def advise_placement(
         recorded: steps of the run so far; None: lengths and durations are assumed.
     """
     gpus = config.cluster.max_workers
+    if config.engine.is_dedicated:
+        gpus += config.engine.replica_range[0] * config.engine.tensor_parallel_size
     stalenesses = possible_stalenesses(config)
     if not config.cluster.use_gpu or gpus < 2 or not stalenesses:
         return None
     work = workload_of(config, shape, recorded)
 
     def fits(learner: int) -> bool:
-        return config.grpo.prompts_per_step % learner == 0
+        # The GPUs of recorded steps may have more memory than an H100.
+        return config.grpo.prompts_per_step % learner == 0 and (
+            recorded is not None or learner_fits(config, shape, learner)
+        )
 
     comparison = compare_placements(work, gpus, stalenesses, fits)
     if comparison is None:
@@ -149,9 +157,22 @@ def allows_staleness(config: "Config", staleness: int) -> bool:
     return True
 
 
+def learner_fits(config: "Config", shape: "ModelShape", gpus: int) -> bool:
+    """Return True if the learner of a run with dedicated engines fits on a number of H100s."""
+    try:
+        run = replace(
+            config,
+            cluster=replace(config.cluster, num_workers=gpus),
+            engine=replace(config.engine, placement="dedicated"),
+        )
+    except ConfigError:
+        return False
+    return plan_memory(run, shape, int(H100.memory)).fits
+
+
 def workload_of(config: "Config", shape: "ModelShape", recorded: RecordedSteps | None) -> Workload:
     """Return the work of a run, with the durations of an H100, or of the steps that it recorded."""
-    grpo = config.grpo
+    grpo, engine = config.grpo, config.engine
     draw: DrawBatch = LogNormalLengths(
         groups=grpo.prompts_per_step,
         completions=grpo.num_generations,
@@ -165,7 +186,8 @@ def workload_of(config: "Config", shape: "ModelShape", recorded: RecordedSteps |
         draw=draw,
         longest=grpo.max_completion_length,
         prompt_tokens=min(ASSUMED_PROMPT, config.data.max_prompt_length or ASSUMED_PROMPT),
-        engine=engine_speed(model, H100),
+        engine=engine_speed(model, H100, engine.tensor_parallel_size),
+        gpus_per_engine=engine.tensor_parallel_size,
         learner=LearnerSpeed(token_seconds=learner_token_seconds(model, H100)),
         publish_seconds=2 * model.parameters / TRANSFER_RATE,
         seed=config.run.seed,
@@ -210,8 +232,12 @@ def fit_recorded(work: Workload, recorded: RecordedSteps) -> Workload:
 
 
 def recorded_steps(folder: "RunFolder") -> RecordedSteps | None:
-    """Read the latest steps of a run whose engines are colocated and wait for the learner; None if it has none."""
-    rows = deque((row for row in read_metrics(folder) if row.get("phase/generate", 0.0) > 0), maxlen=RECORDED_ROWS)
+    """Read the latest steps of a run in which its engines were colocated and waited for the learner; None without any.
+
+    The phases of other steps do not show how long generating takes.
+    """
+    shown = (row for row in read_metrics(folder) if row.get("phase/generate", 0.0) > 0 and not _OTHERS & row.keys())
+    rows = deque(shown, maxlen=RECORDED_ROWS)
     files = list_rollout_files(folder)
     if not rows or not files:
         return None

@@ -15,6 +15,7 @@ from grpo_ray.driver.placement_model.advice import (
     RecordedSteps,
     advise_placement,
     fit_recorded,
+    learner_fits,
     model_size,
     possible_stalenesses,
     recorded_steps,
@@ -33,10 +34,15 @@ SHAPE = ModelShape(
 """Qwen2.5-7B."""
 
 
+FULL = {"path": "org/model"}
+"""Policy of which all weights are trained."""
+
+
 def run_of(**settings: Any) -> Config:
+    """Return a run that trains an adapter, whose learner fits on one GPU."""
     grpo = {"prompts_per_step": 16, "max_completion_length": 8192} | settings.pop("grpo", {})
     cluster = {"use_gpu": True, "num_workers": 8} | settings.pop("cluster", {})
-    return from_mapping({"grpo": grpo, "cluster": cluster, "model": {"path": "org/model"}, **settings})
+    return from_mapping({"grpo": grpo, "cluster": cluster, "model": FULL | {"lora": {"rank": 16}}, **settings})
 
 
 def recorded_of(generate: float, learn: float, lengths: Sequence[int]) -> RecordedSteps:
@@ -108,6 +114,31 @@ def test_advice_learner_divides_the_step() -> None:
     assert all(8 % split.learner_gpus == 0 for split in found.comparison.dedicated)
 
 
+def test_advice_for_dedicated_engines_counts_their_gpus() -> None:
+    engine = {"placement": "dedicated", "replicas": [2, 3], "tensor_parallel_size": 2}
+    config = run_of(cluster={"num_workers": 4}, engine=engine)
+    found = advise_placement(config, SHAPE)
+    assert found is not None and found.comparison.gpus == 4 + 2 * 2  # with the fewest engines
+    assert all(split.engine_gpus % 2 == 0 for split in found.comparison.dedicated)
+    # An engine reads half of the weights on each of its GPUs.
+    one, two = (workload_of(each, SHAPE, None).engine for each in (run_of(), config))
+    assert two.context_seconds == one.context_seconds / 2 and two.cache_tokens > 2 * one.cache_tokens
+
+
+def test_advice_gives_the_learner_enough_memory() -> None:
+    def learners(**cluster: Any) -> set[int]:
+        found = advise_placement(run_of(model=FULL, cluster=cluster), SHAPE)
+        return set() if found is None else {split.learner_gpus for split in found.comparison.dedicated}
+
+    # Weights, optimizer states and gradients in 32 bits: 16 bytes for each of 7.6e9 parameters, 122 of 80 GB.
+    assert not learner_fits(run_of(model=FULL), SHAPE, 8) and learners() == set()
+    # Divided over the workers, 2 of them have 61 GB each, and a single one all of it.
+    sharded = run_of(model=FULL, cluster={"shard_learner": True})
+    assert [learner_fits(sharded, SHAPE, gpus) for gpus in (1, 2, 4)] == [False, True, True]
+    assert learners(shard_learner=True, num_workers=2) == set()
+    assert learners(shard_learner=True) <= {2, 4}
+
+
 def test_recorded_durations_are_those_of_a_colocated_step() -> None:
     recorded = recorded_of(80, 30, [4000, 1000])
     work = fit_recorded(workload_of(run_of(), SHAPE, replace(recorded)), recorded)
@@ -151,6 +182,17 @@ def test_recorded_steps_are_medians_of_the_run(tmp_path: Path) -> None:
 def test_recorded_steps_of_a_new_run_are_none(tmp_path: Path) -> None:
     assert recorded_steps(write_run(tmp_path, [], steps=0)) is None
     assert recorded_steps(write_run(tmp_path, [{"step": 1, "phase/generate": 1.0}], steps=0)) is None
+
+
+@pytest.mark.parametrize("name", ["engine/count", "engine/idle_share"])
+def test_recorded_steps_are_those_of_colocated_engines_that_wait(tmp_path: Path, name: str) -> None:
+    """A run may go on with another placement: the phases of the earlier steps then show something else."""
+    row = {"phase/generate": 7.0, "phase/forward_backward": 3.0}
+    folder = write_run(tmp_path, [{"step": 1, **row, name: 1.0, "phase/generate": 90.0}, {"step": 2, **row}], steps=2)
+    found = recorded_steps(folder)
+    assert found is not None and found.generate_seconds == 7.0
+    (tmp_path / "run" / "metrics.jsonl").write_text(json.dumps({"step": 1, **row, name: 1.0}) + "\n")
+    assert recorded_steps(folder) is None
 
 
 def printed(config: Config, folder: RunFolder, capsys: pytest.CaptureFixture[str]) -> tuple[str, dict[str, Any]]:
