@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 
 GROUP_TIMEOUT = timedelta(hours=2)
 """Timeout of the start of an engine's process group, in which other processes may still load libraries."""
+AGREED_STEPS = 64
+"""Steps of an engine between two times at which its processes agree on whether to go on: a few seconds."""
 Disturbance = Literal["kill", "hang"]
 """A process is killed, or makes no further step."""
 
@@ -257,14 +259,20 @@ class EngineProcess:
             engine.empty_prefix_cache()
             self._owner = (token, owner)
         with self._watched("generating"), contextlib.closing(engine.steps(prompts, sampling)) as steps:
-            for outputs in steps:
-                # The processes of one engine must stop after the same step, so those of a shared one do not stop.
-                if token in self._ended and engine.tensor_parallel_size == 1:
+            for number, outputs in enumerate(steps):
+                if self._is_aborted(token, number):
                     raise RoundAborted
                 while self._hangs.is_set():
                     time.sleep(1)  # until the watchdog ends this process
                 if outputs:
                     yield [(index, completion_of(output)) for index, output in outputs]
+
+    def _is_aborted(self, token: str, step: int) -> bool:
+        """Return True if the attempt has ended; the processes of one engine stop after the same step."""
+        is_ended = token in self._ended
+        if self._engine.tensor_parallel_size == 1:
+            return is_ended
+        return step % AGREED_STEPS == 0 and any(self._engine.gather_in_group(is_ended))
 
     def follow(self, token: str, owner: Any, prompts: list[list[int]], sampling: list[dict[str, Any]]) -> None:
         """Take part in `run`, without results, in the other processes of an engine."""

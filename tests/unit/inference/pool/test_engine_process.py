@@ -1,8 +1,9 @@
-"""Tests of an engine's process without vLLM: the broadcast of weights by one attempt after the other."""
+"""Tests of an engine's process without vLLM: broadcasts of one attempt after the other, and the end of old work."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from threading import Barrier
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from grpo_ray.config.loader import load_config
 from grpo_ray.inference.pool import broadcast
 from grpo_ray.inference.pool.broadcast import Channel, open_store
-from grpo_ray.inference.pool.engine_process import EngineProcess, EngineSpec
+from grpo_ray.inference.pool.engine_process import EngineProcess, EngineSpec, RoundAborted
 from grpo_ray.inference.pool.messages import Announced, Announcement
 
 CPU = torch.device("cpu")
@@ -32,6 +33,29 @@ class Engine:
 
     def empty_prefix_cache(self) -> None:
         pass
+
+
+class SharedEngine(Engine):
+    """Engine of two processes, each in a thread of its own, with a thousand steps of work."""
+
+    tensor_parallel_size = 2
+
+    def __init__(self, rank: int, answers: list[bool], barrier: Barrier) -> None:
+        super().__init__()
+        self.rank, self.answers, self.barrier = rank, answers, barrier
+        self.taken = 0
+
+    def steps(self, prompts: Any, sampling: Any) -> Iterator[list[Any]]:
+        for _ in range(1000):
+            self.taken += 1
+            yield []
+
+    def gather_in_group(self, answer: bool) -> list[bool]:
+        self.answers[self.rank] = answer
+        self.barrier.wait(60)
+        found = list(self.answers)
+        self.barrier.wait(60)
+        return found
 
 
 class NoWatchdog:
@@ -85,3 +109,21 @@ def test_receive_joins_the_group_of_each_attempt(monkeypatch: pytest.MonkeyPatch
     assert engine.weights == {"weight": [3.0, 4.0]}
     Attempt("second").send(process, 5.0)
     assert engine.weights == {"weight": [5.0]}
+
+
+def test_processes_of_one_engine_end_old_work_after_the_same_step() -> None:
+    answers, barrier = [False, False], Barrier(2)
+    engines = [SharedEngine(rank, answers, barrier) for rank in range(2)]
+    first, second = map(process_of, engines)
+    second.abort("earlier")  # the call has not reached the first process yet
+
+    def run(process: EngineProcess, token: str) -> None:
+        process.follow(token, 1, [[1]], [{}])
+
+    with ThreadPoolExecutor(2) as executor:
+        for ended in [executor.submit(run, process, "earlier") for process in (first, second)]:
+            with pytest.raises(RoundAborted):
+                ended.result()
+        assert engines[0].taken == engines[1].taken < 1000
+        for each in [executor.submit(run, process, "later") for process in (first, second)]:
+            each.result()
