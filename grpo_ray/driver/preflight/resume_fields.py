@@ -113,7 +113,7 @@ APPLIED: dict[str, tuple[str, ...]] = {
         "rewards.model_gpus",
         "model.trust_remote_code", "engine.placement", "engine.replicas", "engine.tensor_parallel_size",
         "engine.transport",
-        "engine.gpu_memory_utilization", "engine.cpu_cache_gib", "engine.max_model_len",
+        "engine.gpu_memory_utilization", "engine.cpu_cache_gib",
         "engine.logprob_tolerance", "engine.adapter", "engine.compile_cache", "engine.vllm", "grpo.micro_batch_size",
         "grpo.tokens_per_micro_batch", "grpo.exact_savings", "grpo.tf32",
         "grpo.gradient_checkpointing", "grpo.gradient_checkpointing_kwargs", "grpo.torch_empty_cache_steps",
@@ -145,11 +145,12 @@ APPLIED: dict[str, tuple[str, ...]] = {
     ),
     "from the next step; completions of later steps in the checkpoint are discarded": (
         "rollout.max_staleness", "rollout.tools", "rollout.environment", "rollout.settings", "rollout.max_turns",
-        "rollout.max_calls", "rollout.max_result_tokens", "grpo.max_completion_length", "grpo.temperature",
+        "rollout.max_calls", "rollout.max_result_tokens", "rollout.structured_outputs", "engine.max_model_len",
+        "grpo.max_completion_length", "grpo.temperature",
         "grpo.top_p", "grpo.top_k", "grpo.min_p", "grpo.repetition_penalty", "grpo.generation_kwargs",
     ),
     "from the next step, since nothing of them is in a checkpoint": (
-        "rollout.function", "rollout.structured_outputs", "rollout.anchor", "rollout.max_active",
+        "rollout.function", "rollout.anchor", "rollout.max_active",
         "rollout.time_limit", "rollout.memory_gib", "rollout.max_processes",
         "rollout.disk_gib", "rollout.max_files", "rollout.variables", "rollout.isolation", "rollout.confine",
         "rollout.sandbox_url", "rollout.sandbox_provider", "rollout.sandbox_token_variable",

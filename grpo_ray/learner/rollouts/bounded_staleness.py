@@ -119,6 +119,8 @@ def rollout_settings(config: Config) -> dict[str, Any]:
     return {
         "rollout.max_staleness": config.rollout.max_staleness,
         "grpo.max_completion_length": config.grpo.max_completion_length,
+        # A shorter context may have no space for the rest of a completion, or for its tokens so far.
+        "engine.max_model_len": config.engine.max_model_len,
         "run.seed": config.run.seed,
         # `generation_kwargs` may hold mappings with integers as keys, which JSON turns into texts.
         "sampling options": {name: repr(value) for name, value in sorted(config.sampling.changed.items())},

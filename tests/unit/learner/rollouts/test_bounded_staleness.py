@@ -204,6 +204,7 @@ def test_sampler_last_step_saves_nothing(tmp_path: Path) -> None:
         ({"staleness": 1}, "rollout.max_staleness"),
         ({"settings": ("run.seed=7",)}, "run.seed"),
         ({"settings": ("grpo.temperature=0.5",)}, "sampling options"),
+        ({"settings": ("engine.max_model_len=500",)}, "engine.max_model_len"),
     ],
 )
 def test_sampler_load_with_other_settings_discards_with_one_line(
