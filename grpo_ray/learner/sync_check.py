@@ -18,7 +18,19 @@ from grpo_ray.learner.collectives import Workers
 
 @dataclass(frozen=True)
 class ImportanceSampling:
-    """TRL's correction of the loss for the difference between learner and engine (`vllm_importance_sampling_*`)."""
+    """TRL's correction of the loss for the difference between learner and engine (`vllm_importance_sampling_*`).
+
+    With r_t, the learner's probability of token t over that with which the engine sampled it, and R, the product of a
+    completion's r_t, the loss of each token is multiplied by
+
+        token_truncate       min(max(r_t, low), high)                truncated importance sampling (TIS)
+        token_mask           r_t if low <= r_t <= high, otherwise 0  masked (MIS); IcePop with 0.5 and 5
+        sequence_truncate    min(max(R, low), high)
+        sequence_mask        R if low <= R <= high, otherwise 0
+
+    If the engine has sampled with older weights, the first is decoupled PPO (arXiv 2110.00641): the learner's weights
+    of the step are the proximal policy, by whose ratio the loss clips.
+    """
 
     mode: str
     """`token_` or `sequence_`, then `truncate` (clamp to the bounds) or `mask` (0 outside of the bounds)."""
@@ -104,7 +116,9 @@ def compare_logps(batch: Batch, logps: torch.Tensor, importance: ImportanceSampl
 def anchor_to_behaviour(batch: Batch, logps: torch.Tensor) -> None:
     """Make the policy that sampled a batch TRL's old policy (`rollout.anchor=behaviour`), so that clipping acts on it.
 
-    The ratio of new to old policy then contains the importance ratio, which becomes 1.
+    The loss then clips the ratio of the new policy to that which sampled, pi_theta / mu, which is the product of the
+    ratio to the step's own weights and the importance ratio: pi_theta / pi_prox * pi_prox / mu. So the importance ratio
+    becomes 1.
 
     Args:
         batch: changed in place: the columns `old_per_token_logps` and, if present, `importance_sampling_ratio`.
