@@ -476,7 +476,10 @@ class EnginePool:
             engine.processes.append(self._process(engine, rank))
         store: Address | None = await engine.processes[0].open_store.remote() if self._size > 1 else None
         started = [process.start.remote(store, self._lora_ranks) for process in engine.processes]
-        facts = (await asyncio.wait_for(asyncio.gather(*started), START_SECONDS))[0]
+        try:
+            facts = (await asyncio.wait_for(asyncio.gather(*started), START_SECONDS))[0]
+        except TimeoutError:
+            raise TimeoutError(f"it has not started within {START_SECONDS:g} s") from None
         async with self._changed:
             engine.facts = facts
             self._changed.notify_all()

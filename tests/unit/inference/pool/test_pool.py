@@ -78,3 +78,19 @@ def test_engine_stays_if_the_worker_that_owned_weights_dies(method: str) -> None
         assert await pool.members("second") == (1,)
 
     asyncio.run(use_lost_objects())
+
+
+def test_start_beyond_the_time_limit_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_module, "START_SECONDS", 0.01)
+
+    class SlowPool(EnginePool):
+        def _process(self, engine: Engine, rank: int) -> Any:
+            return SimpleNamespace(start=SimpleNamespace(remote=lambda *arguments: asyncio.sleep(600)))
+
+    async def start() -> None:
+        engine = engine_of(1, 0)
+        engine.processes.clear()
+        with pytest.raises(TimeoutError, match=r"it has not started within 0\.01 s"):
+            await SlowPool(pool_of([])._spec)._start(engine)
+
+    asyncio.run(start())
