@@ -32,6 +32,8 @@ WORTHWHILE = 1.1
 """Gain from which dedicated engines are recommended. A smaller one is within the errors of the simulation."""
 RECORDED_ROWS, RECORDED_STEPS = 50, 20
 """Latest rows of metrics, and latest steps of recorded lengths, that are read."""
+_OF_COLOCATED = {"vllm_enable_sleep_mode", "vllm_tensor_parallel_size"}
+"""Fields of `grpo` about a GPU that learner and engine share, and about engines that workers share."""
 _OTHERS = {"engine/count", "engine/idle_share"}
 """Metrics of steps with dedicated engines, or with `rollout.max_staleness` above 0."""
 
@@ -147,24 +149,31 @@ def possible_stalenesses(config: "Config") -> tuple[int, ...]:
 def allows_staleness(config: "Config", staleness: int) -> bool:
     """Return True if the config would be valid with dedicated engines and a value of `rollout.max_staleness`."""
     try:
-        replace(
-            config,
-            engine=replace(config.engine, placement="dedicated"),
-            rollout=replace(config.rollout, max_staleness=staleness),
-        )
+        replace(with_dedicated_engines(config), rollout=replace(config.rollout, max_staleness=staleness))
     except ConfigError:
         return False
     return True
 
 
+def with_dedicated_engines(config: "Config") -> "Config":
+    """Return the config of the same run with dedicated engines of as many GPUs.
+
+    Raises:
+        ConfigError: other settings do not go with them.
+    """
+    trl = {name: value for name, value in config.grpo.trl.items() if name not in _OF_COLOCATED}
+    size = config.tensor_parallel_size
+    return replace(
+        config,
+        grpo=replace(config.grpo, trl=trl),
+        engine=replace(config.engine, placement="dedicated", tensor_parallel_size=size),
+    )
+
+
 def learner_fits(config: "Config", shape: "ModelShape", gpus: int) -> bool:
     """Return True if the learner of a run with dedicated engines fits on a number of H100s."""
     try:
-        run = replace(
-            config,
-            cluster=replace(config.cluster, num_workers=gpus),
-            engine=replace(config.engine, placement="dedicated"),
-        )
+        run = replace(with_dedicated_engines(config), cluster=replace(config.cluster, num_workers=gpus))
     except ConfigError:
         return False
     return plan_memory(run, shape, int(H100.memory)).fits
@@ -172,7 +181,7 @@ def learner_fits(config: "Config", shape: "ModelShape", gpus: int) -> bool:
 
 def workload_of(config: "Config", shape: "ModelShape", recorded: RecordedSteps | None) -> Workload:
     """Return the work of a run, with the durations of an H100, or of the steps that it recorded."""
-    grpo, engine = config.grpo, config.engine
+    grpo = config.grpo
     draw: DrawBatch = LogNormalLengths(
         groups=grpo.prompts_per_step,
         completions=grpo.num_generations,
@@ -186,8 +195,8 @@ def workload_of(config: "Config", shape: "ModelShape", recorded: RecordedSteps |
         draw=draw,
         longest=grpo.max_completion_length,
         prompt_tokens=min(ASSUMED_PROMPT, config.data.max_prompt_length or ASSUMED_PROMPT),
-        engine=engine_speed(model, H100, engine.tensor_parallel_size),
-        gpus_per_engine=engine.tensor_parallel_size,
+        engine=engine_speed(model, H100, config.tensor_parallel_size),
+        gpus_per_engine=config.tensor_parallel_size,
         learner=LearnerSpeed(token_seconds=learner_token_seconds(model, H100)),
         publish_seconds=2 * model.parameters / TRANSFER_RATE,
         seed=config.run.seed,

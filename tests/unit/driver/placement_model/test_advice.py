@@ -125,6 +125,14 @@ def test_advice_for_dedicated_engines_counts_their_gpus() -> None:
     assert two.context_seconds == one.context_seconds / 2 and two.cache_tokens > 2 * one.cache_tokens
 
 
+def test_advice_for_shared_and_sleeping_engines_is_for_dedicated_ones_without_these_settings() -> None:
+    config = run_of(grpo={"vllm_enable_sleep_mode": True, "vllm_tensor_parallel_size": 2})
+    assert possible_stalenesses(config) == (1, 2, 4)
+    found = advise_placement(config, SHAPE)
+    assert found is not None and found.comparison.gpus == 8
+    assert all(split.engine_gpus % 2 == 0 for split in found.comparison.dedicated)  # engines of the same size
+
+
 def test_advice_gives_the_learner_enough_memory() -> None:
     def learners(**cluster: Any) -> set[int]:
         found = advise_placement(run_of(model=FULL, cluster=cluster), SHAPE)
