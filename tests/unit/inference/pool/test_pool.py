@@ -41,7 +41,8 @@ def test_begin_during_a_broadcast_restarts_waiting_engines_only(monkeypatch: pyt
     monkeypatch.setattr(pool_module, "_end", lambda engine: ended.append(engine.incarnation))
 
     async def begin_twice() -> None:
-        pool = pool_of(notes := [])
+        notes: list[str] = []
+        pool = pool_of(notes)
         # Engine 1 has received version 5, engine 2 waits for it, and engine 3 has started after its announcement.
         engines = [engine_of(1, loaded=5), engine_of(2, loaded=4), engine_of(3, loaded=0)]
         pool._engines = {each.number: each for each in engines}
