@@ -42,7 +42,7 @@ POLL_SECONDS = 1.0
 MAX_LOSSES = 2
 """Engines that may die on the same shard. One death can be an accident; a second one is taken for the shard's fault."""
 MAX_FAILED_STARTS = 3
-"""Starts of an engine that may fail one after the other before the run ends, if no other engine runs."""
+"""Starts of an engine that may fail one after the other before the run ends, if no other runs or may still start."""
 CONTROL = "control"
 """Ray's concurrency group of the calls that an engine's process answers while it generates."""
 START_SECONDS = 3600.0
@@ -159,6 +159,8 @@ class EnginePool:
         self._error: BaseException | None = None
         self._lost = 0
         """Engines that were lost after they had started."""
+        self._failed_starts: dict[int, int] = {}
+        """Number of an engine -> its starts that have failed one after the other."""
 
     # The driver's calls
 
@@ -583,6 +585,15 @@ class EnginePool:
             pass
         engine.shard = None
 
+    @property
+    def _may_go_on(self) -> bool:
+        """True if an engine runs, or one that has not yet failed too often starts, or is about to start again."""
+        chances = {n for n in range(self._least) if 0 < self._failed_starts.get(n, 0) < MAX_FAILED_STARTS}
+        return bool(chances) or any(
+            each.facts is not None or self._failed_starts.get(each.number, 0) < MAX_FAILED_STARTS
+            for each in self._engines.values()
+        )
+
     def _require_weights_of(self, lost: Engine, reason: str) -> None:
         """End the attempt if nobody can send the weights again that an engine had or waited for."""
         version = self._version
@@ -602,12 +613,13 @@ class EnginePool:
         text = describe_worker_error(error)
         async with self._changed:
             self._engines.pop(engine.number, None)
+            self._failed_starts[engine.number] = failed_starts
             is_current = shard is None or shard.round.token == self._token
             if isinstance(cause, GrpoRayError):
                 # Wrong weights, a prompt that is too long, a node that does not fit: another engine would fail too.
                 self._error = cause if is_current else self._error
             elif engine.facts is None:
-                if failed_starts >= MAX_FAILED_STARTS and not self._started():
+                if failed_starts >= MAX_FAILED_STARTS and not self._may_go_on:
                     self._error = EngineError(f"engine {engine.number} cannot be started: {text}")
             else:
                 self._lost += 1

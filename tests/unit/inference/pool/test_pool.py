@@ -8,6 +8,7 @@ import pytest
 import ray
 
 from grpo_ray.config.loader import load_config
+from grpo_ray.errors import EngineError
 from grpo_ray.inference.pool import pool as pool_module
 from grpo_ray.inference.pool.engine_process import EngineSpec
 from grpo_ray.inference.pool.messages import Announcement, EngineFacts
@@ -95,3 +96,28 @@ def test_start_beyond_the_time_limit_says_so(monkeypatch: pytest.MonkeyPatch) ->
             await SlowPool(pool_of([])._spec)._start(engine)
 
     asyncio.run(start())
+
+
+def test_engine_that_cannot_start_waits_for_another_that_still_starts() -> None:
+    async def fail_to_start() -> None:
+        pool, broken = pool_of([]), RuntimeError("no GPU")
+        engines = [Engine(number, 1, NOT_A_GROUP, []) for number in range(3)]
+        pool._engines = {2: engines[2]}  # starts for the first time
+        for number, failed in ((0, 3), (1, 3), (2, 2), (0, 4)):
+            await pool._lose(engines[number], broken, failed)
+            assert await pool.members("") == ()  # engine 2 is started once more
+        await pool._lose(engines[2], broken, 3)
+        with pytest.raises(EngineError, match="engine 2 cannot be started: RuntimeError: no GPU"):
+            await pool.members("")
+
+    asyncio.run(fail_to_start())
+
+
+def test_engine_that_cannot_start_does_not_wait_for_one_without_a_place() -> None:
+    async def fail_to_start() -> None:
+        pool = pool_of([])  # engines 1 and 2 have no place in the cluster
+        await pool._lose(Engine(0, 1, NOT_A_GROUP, []), RuntimeError("no GPU"), 3)
+        with pytest.raises(EngineError, match="engine 0 cannot be started"):
+            await pool.members("")
+
+    asyncio.run(fail_to_start())
