@@ -5,6 +5,7 @@ inside the commands, after the config was read, so that mistakes in it are repor
 """
 
 import argparse
+import errno
 import importlib
 import json
 import os
@@ -18,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
+from grpo_ray import __version__
 from grpo_ray.config import loader
 from grpo_ray.config.absolute_paths import absolute_model
 from grpo_ray.config.benchmarks import BENCHMARKS, parse_suite
@@ -49,6 +51,8 @@ NOT_KNOWN = 5
 """Exit status of `contains` if no problem is known to be used, and of some it is not known."""
 SECONDS_OF_ATTACK = 120.0
 """Default of `check --seconds`."""
+REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG)
+"""Error numbers of files and folders that the user may not read or write, or that cannot exist."""
 CHAOS_HANG_SECONDS = 60.0
 """Default of `run.hang_seconds` under `chaos`: the run waits that long for an injected hang to be noticed."""
 
@@ -81,6 +85,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if is_memory_kill(error):
             print(f"grpo-ray: a process of Ray died: {MEMORY_ADVICE}", file=sys.stderr)
             return 1
+        if isinstance(error, OSError) and error.errno in REFUSED:
+            print(f"grpo-ray: {error}; change its permissions, or name another file or folder", file=sys.stderr)
+            return 2
         if not isinstance(error, OSError) or not (is_full(error) or is_transient(error)):
             raise
         print(
@@ -144,6 +151,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="grpo-ray", description="Post-train a language model with GRPO on verifiable math, on a Ray cluster."
     )
+    parser.add_argument("--version", action="version", version=f"grpo-ray {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=CommandParser)
 
     init = commands.add_parser("init", help="write a first YAML, ready to train")
@@ -159,14 +167,14 @@ def build_parser() -> argparse.ArgumentParser:
 
     train = commands.add_parser("train", add_help=False, help="train from a YAML file, or continue a run")
     train.add_argument("config", nargs="?", metavar=CONFIG)
-    train.add_argument("overrides", nargs="*", metavar=OVERRIDE)
+    train.add_argument("overrides", nargs="*", default=[], metavar=OVERRIDE)
     add_example(train)
     train.add_argument("-h", "--help", action="store_true")
     train.set_defaults(run=run_train, requires_file=False)
 
     chaos = commands.add_parser("chaos", help="train with injected faults, and count what is lost")
     chaos.add_argument("config", nargs="?", metavar=CONFIG)
-    chaos.add_argument("overrides", nargs="*", metavar=OVERRIDE)
+    chaos.add_argument("overrides", nargs="*", default=[], metavar=OVERRIDE)
     add_example(chaos)
     chaos.add_argument("--seed", type=int, default=0, help="seed of the steps and workers of the faults")
     chaos.add_argument(
@@ -201,7 +209,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--price", type=float, metavar="P", help="price of a GPU for an hour, for the cost of --forecast"
     )
     check.add_argument("--json", metavar="FILE", help="also write the report to this file")
-    check.add_argument("overrides", nargs="*", metavar=OVERRIDE)
+    check.add_argument("overrides", nargs="*", default=[], metavar=OVERRIDE)
     add_example(check)
     check.set_defaults(run=run_check, requires_file=True)
 
@@ -238,7 +246,7 @@ def build_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="run the reward functions that the run folder scores held-out completions with",
     )
-    evaluate.add_argument("overrides", nargs="*", metavar=OVERRIDE)
+    evaluate.add_argument("overrides", nargs="*", default=[], metavar=OVERRIDE)
     evaluate.set_defaults(run=run_eval, requires_file=True)
 
     export = commands.add_parser(
@@ -293,7 +301,7 @@ def build_parser() -> argparse.ArgumentParser:
     fork.add_argument("--at", type=int, required=True, metavar="STEP", help="step of a kept checkpoint; 0: the start")
     add_settings_options(fork)
     fork.add_argument("--json", metavar="FILE", help="also write the comparison with the run to this file")
-    fork.add_argument("overrides", nargs="*", metavar=OVERRIDE)
+    fork.add_argument("overrides", nargs="*", default=[], metavar=OVERRIDE)
     fork.set_defaults(run=run_fork, requires_file=True)
 
     replay = commands.add_parser("replay", help="compute a recorded step again, and compare it bit for bit")
@@ -302,7 +310,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_settings_options(replay)
     replay.add_argument("--keep", action="store_true", help="keep the run folder of the replay")
     replay.add_argument("--json", metavar="FILE", help="also write the outcome to this file")
-    replay.add_argument("overrides", nargs="*", metavar=OVERRIDE)
+    replay.add_argument("overrides", nargs="*", default=[], metavar=OVERRIDE)
     replay.set_defaults(run=run_replay, requires_file=True)
 
     contains = commands.add_parser("contains", help="find the problems of a file that a policy was trained on")
@@ -347,7 +355,7 @@ def run_train(arguments: argparse.Namespace) -> int:
         return 0
     if has_stages(arguments.config):
         return run_stages(arguments)
-    config = check_rewards(loader.load_config(arguments.config, arguments.overrides))
+    config = check_names(loader.load_config(arguments.config, arguments.overrides))
     load_libraries(config)
     from grpo_ray.driver.run import train
     from grpo_ray.driver.tables import print_summary
@@ -417,7 +425,7 @@ def run_stages(arguments: argparse.Namespace) -> int:
 
 def run_chaos(arguments: argparse.Namespace) -> int:
     """Train with injected faults. Returns 1 if a group is missing or a problem was used twice in an epoch."""
-    config = check_rewards(load_chaos_config(arguments))
+    config = check_names(load_chaos_config(arguments))
     if config.run.kind == "sft":
         raise ConfigError("chaos injects the faults of a run of GRPO; run.kind=sft is not supported")
     from grpo_ray.resilience.chaos import (
@@ -468,9 +476,10 @@ def run_chaos(arguments: argparse.Namespace) -> int:
 def run_check(arguments: argparse.Namespace) -> int:
     """Audit data, rewards and memory, and write the ids of unverifiable problems to the run folder."""
     require_options_with_effect(arguments)
+    require_writable(arguments.json)
     if has_stages(arguments.config):
         return check_each_stage(arguments)
-    return check_config(loader.load_config(arguments.config, arguments.overrides), arguments)
+    return check_config(check_names(loader.load_config(arguments.config, arguments.overrides)), arguments)
 
 
 def check_each_stage(arguments: argparse.Namespace) -> int:
@@ -482,6 +491,8 @@ def check_each_stage(arguments: argparse.Namespace) -> int:
                 f"stage, or leave --{option} out"
             )
     stages = load_stages(arguments.config, arguments.overrides)
+    for stage in stages:
+        check_rewards(stage.config)
     from grpo_ray.driver.stage_runs import check_stages, unfinished_stages
 
     remaining = unfinished_stages(stages)
@@ -616,7 +627,15 @@ def run_forecast(config: Config, steps: int | None, price: float | None, record:
 
 def run_eval(arguments: argparse.Namespace) -> int:
     """Measure a checkpoint on held-out problems."""
+    require_writable(arguments.json)
+    checkpoint = absolute_model(arguments.checkpoint)  # tasks of the cluster have other working folders
+    is_local = os.path.isabs(checkpoint) or ("://" not in checkpoint and checkpoint.count("/") > 1)
+    if is_local and not os.path.isdir(checkpoint):
+        raise ConfigError(f"{checkpoint}: there is no such checkpoint")
     config = load_eval_config(arguments)
+    from grpo_ray.data.registry import require_local_files
+
+    require_local_files(config)
     from grpo_ray.data.stream import build_index, open_splits
     from grpo_ray.driver.cluster.connection import connect, require_engine_system, require_evaluation_resources
     from grpo_ray.driver.preflight.overlong import evaluated_policy, leave_out_overlong
@@ -634,7 +653,6 @@ def run_eval(arguments: argparse.Namespace) -> int:
         _, heldout = open_splits(config, partial(needs_solutions, config))
         if arguments.heldout:  # leave out the sets of a mixture's other sources
             heldout = {key: split for key, split in heldout.items() if heldout_label(key) == arguments.heldout}
-        checkpoint = absolute_model(arguments.checkpoint)  # tasks of the cluster have other working folders
         policy = evaluated_policy(config, checkpoint)
         limits_template = not config.model.trust_remote_code  # limits are pointless if the model's own code may run
         filtered = {
@@ -877,12 +895,28 @@ def load_chaos_config(arguments: argparse.Namespace) -> Config:
     return loader.load_config(arguments.config, arguments.overrides, defaults=defaults)
 
 
-def check_rewards(config: Config) -> Config:
-    """Load the rewards of a config, so that a misspelled name fails before heavy imports; return the config."""
+def check_names(config: Config) -> Config:
+    """Load the rewards of a config and find its local files, and return it.
+
+    A misspelled name then fails before libraries are imported and Ray is started.
+
+    Raises:
+        GrpoRayError: a reward cannot be loaded, or files of problems or the policy's folder do not exist.
+    """
+    from grpo_ray.data.registry import require_local_files
+
+    check_rewards(config)
+    require_local_files(config)
+    if os.path.isabs(config.model.path) and not os.path.isdir(config.model.path):
+        raise ConfigError(f"model.path={config.model.path}: there is no such folder")
+    return config
+
+
+def check_rewards(config: Config) -> None:
+    """Load the rewards of a config, so that a misspelled name fails before heavy imports. Raises RewardError."""
     from grpo_ray.rewards.registry import load_rewards
 
     load_rewards(config.rewards)
-    return config
 
 
 def load_eval_config(arguments: argparse.Namespace) -> Config:

@@ -171,7 +171,7 @@ def describe_errors(
         if each["type"] == "value_error":
             lines.append(str(each["ctx"]["error"]))
         elif each["type"] in ("unexpected_keyword_argument", "invalid_key"):
-            lines.append(unknown_key_message(".".join(path), [*described, *further]))
+            lines.append(unknown_key_message(".".join(path), [*described, *further], is_flat="." in path[-1]))
         else:
             # Below a field, pydantic appends list indices, keys and alternatives of a union.
             known = [count for count in range(1, len(path) + 1) if ".".join(path[:count]) in described]
@@ -189,12 +189,18 @@ def _value_at(settings: Any, path: Sequence[str]) -> Any:
     return settings
 
 
-def unknown_key_message(key: str, known: Sequence[str]) -> str:
+def unknown_key_message(key: str, known: Sequence[str], *, is_flat: bool = False) -> str:
     """Write the error for an unknown key, with the known key that was probably meant.
 
     The same field name in another section is preferred, then a similar name in the same section, then a similar name in
     any section.
+
+    Args:
+        is_flat: the path is written as one key with dots, which only overrides have.
     """
+    if is_flat and key in known:
+        section, _, field = key.partition(".")
+        return f"unknown key {key}: in a YAML, sections are nested; write `{section}: {{{field}: ...}}`"
     known = sorted((path for path in known if path not in INTERNAL), key=lambda path: path.count("."))
     field_of = {path: path.rpartition(".")[2] for path in known}
     wanted = key.rpartition(".")[2]

@@ -1,11 +1,22 @@
 """Import of functions and classes that a config names as `package.module:name`."""
 
 import importlib
+import traceback
 from collections.abc import Callable
 from typing import Any
 
 from grpo_ray.config.similar_names import suggestion
 from grpo_ray.errors import ConfigError
+
+
+def describe_own_error(error: BaseException) -> str:
+    """Describe an error of the user's code on one line: its class and message, and the file and line that raised it."""
+    if isinstance(error, SyntaxError):  # no frame of its traceback is in the file that cannot be compiled
+        file, line, text = error.filename, error.lineno, error.msg
+    else:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        file, line, text = frame.filename, frame.lineno, str(error)
+    return f"{type(error).__name__}: {' '.join(text.split())} ({file}, line {line})"
 
 
 def import_callable(path: str, where: str) -> Callable[..., Any]:
@@ -24,8 +35,15 @@ def import_callable(path: str, where: str) -> Callable[..., Any]:
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
-        raise ConfigError(f"{where}: {path!r} cannot be imported ({error}); is its folder on PYTHONPATH?") from error
+        advice = ""
+        if isinstance(error, ModuleNotFoundError):
+            is_own = f"{module_name}.".startswith(f"{error.name}.")
+            advice = "; is its folder on PYTHONPATH?" if is_own else f"; {module_name} imports it: is it installed?"
+        raise ConfigError(f"{where}: {path!r} cannot be imported ({error}){advice}") from error
+    except (Exception, SystemExit) as error:  # the module's own code may raise any class
+        raise ConfigError(f"{where}: {path!r} cannot be imported: {describe_own_error(error)}") from error
     found = getattr(module, name, None)
     if not callable(found):
-        raise ConfigError(f"{where}: {module_name} has no {name!r}{suggestion(name, vars(module), likeness=0.4)}")
+        known = [each for each, value in vars(module).items() if callable(value)]
+        raise ConfigError(f"{where}: {module_name} has no {name!r}{suggestion(name, known, likeness=0.4)}")
     return found

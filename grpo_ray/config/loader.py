@@ -20,6 +20,8 @@ from grpo_ray.text.redaction import HIDDEN, hidden_settings, redact_text, rememb
 
 STAGES = "stages"
 """Key of a YAML whose runs follow one another (`driver/stage_config.py`); it is no section."""
+VERSIONS = "versions"
+"""Section of the `config.yaml` of a run folder with the versions that run it; it has no settings."""
 COMMENT = re.compile(r"(?:^|\s)#")
 """Start of a comment in YAML."""
 
@@ -56,6 +58,11 @@ def load_config(
                 f"{path}: has stages, which only grpo-ray train and check (in Python: load_stages) can read; name the "
                 "config.yaml in the run folder of one stage"
             )
+        if VERSIONS in merged:
+            raise ConfigError(
+                f"{path}: has the section {VERSIONS}, which a run writes; for a run with its settings, remove the "
+                "section from a copy of the file and set another run.name"
+            )
     for override in overrides:
         apply_override(merged, override)
     for section, fields in defaults.items():
@@ -77,7 +84,7 @@ def apply_override(settings: dict[str, Any], override: str) -> None:
     """
     key, equals, value = override.partition("=")
     section, *names = key.split(".")
-    if not (equals and names and all(names)):
+    if not (equals and section and names and all(names)):
         raise ConfigError(f"{override!r} is not an override; write section.field=value, as in grpo.max_steps=100")
     target, path = settings, section
     for name in names:

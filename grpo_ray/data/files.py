@@ -170,7 +170,8 @@ def _reading(failure: str) -> Iterator[None]:
 
     Raises:
         OSError: storage cannot be reached.
-        DataError: any other OSError, ImportError or ValueError. Errors of other classes pass unchanged.
+        DataError: any other OSError, ImportError or ValueError, or an OverflowError (a date that Python does not have).
+            Errors of other classes pass unchanged.
     """
     try:
         yield
@@ -181,7 +182,7 @@ def _reading(failure: str) -> Iterator[None]:
             number, text = getattr(error, "errno", None), getattr(error, "strerror", None) or error
             message = f"{failure}: {text}"
             raise (OSError(number, message) if number else ConnectionError(message)) from None
-        if isinstance(error, OSError | ImportError | ValueError):
+        if isinstance(error, OSError | ImportError | ValueError | OverflowError):
             raise DataError(f"{failure}: {error}") from None
         raise
 
@@ -251,9 +252,10 @@ def _read_parquet(shard: FileShard) -> Iterator[tuple[int, dict[str, Any]]]:
         while True:
             with _reading(f"{shard.path}: cannot be read from row {number} on"):
                 batch = next(batches, None)
-            if batch is None:
+                rows = None if batch is None else batch.to_pylist()
+            if rows is None:
                 return
-            for row in batch.to_pylist():
+            for row in rows:
                 yield number, row
                 number += 1
 
@@ -307,14 +309,19 @@ def _iter_csv(path: str) -> Iterator[dict[str, Any]]:
         _reading(f"{path}: is not a csv file"),
         io.TextIOWrapper(file, encoding="utf-8-sig", newline="") as text,
     ):
-        rows = csv.DictReader(text)
+        rows = csv.DictReader(
+            text, strict=True
+        )  # otherwise a quote without its end takes all rows after it into a field
         names = rows.fieldnames or ()
         if repeated := next((name for name in names if names.count(name) > 1), None):
             raise DataError(f"{path}: the header has the column '{repeated}' twice; rename one of them")
+        number = 1
         try:
-            yield from rows
+            for row in rows:
+                yield row
+                number += 1
         except csv.Error as error:
-            raise DataError(f"{path}: is not a csv file: {error}") from None
+            raise DataError(f"{path}, row {number}: is not csv: {error}") from None
 
 
 DIVIDE = {"parquet": _divide_parquet, "jsonl": _divide_jsonl, "csv": _divide_csv}

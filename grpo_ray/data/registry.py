@@ -9,18 +9,21 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
-from grpo_ray.config.benchmarks import find_benchmark
-from grpo_ray.config.schema import DataConfig
+from grpo_ray.config.benchmarks import BENCHMARKS, find_benchmark
+from grpo_ray.config.heldout_keys import heldout_label
+from grpo_ray.config.schema import Config, DataConfig
+from grpo_ray.config.similar_names import suggestion
 from grpo_ray.config.sources import TrainingSource, names_files
 from grpo_ray.data.arithmetic import arithmetic_problems
 from grpo_ray.data.benchmarks import benchmark_shards
 from grpo_ray.data.deepmath import deepmath_shards, hub_shards
-from grpo_ray.data.files import FileShard, file_shards
+from grpo_ray.data.files import FileShard, file_shards, find_files
 from grpo_ray.data.gsm8k import gsm8k_shards
 from grpo_ray.data.guessing import guessing_problems
 from grpo_ray.data.multiplication import multiplication_problems
 from grpo_ray.data.problem import Problem
 from grpo_ray.errors import DataError
+from grpo_ray.storage.retry import retry_transient
 
 
 class Shard(Protocol):
@@ -142,9 +145,48 @@ def _open_dataset(name: str, split: str, config: DataConfig | TrainingSource) ->
         return benchmark_shards(*found, split, config.system_prompt)
     if name in DATASETS:
         return DATASETS[name](split, config.columns, config.system_prompt)
-    if not names_files(name) and name.count("/") == 1:
+    if _is_hub_id(name):
         return hub_shards(name, split, config.columns, config.system_prompt)
+    _require_known_name(name)
     return file_shards(name, config.columns, config.system_prompt)
+
+
+def _is_hub_id(name: str) -> bool:
+    """Return True if the name of a dataset that is not built in is an id of the hub."""
+    return not names_files(name) and name.count("/") == 1
+
+
+def _require_known_name(name: str) -> None:
+    """Raise DataError for a name that can only be a misspelled one of a built-in dataset or benchmark, or is empty."""
+    if names_files(name) or "/" in name or any(each in name for each in "*?["):
+        return
+    raise DataError(
+        f"{name!r} is no dataset, and there is no such file or folder; built-in datasets are {', '.join(DATASETS)}"
+        f"{suggestion(name, [*DATASETS, *BENCHMARKS])}"
+    )
+
+
+def require_local_files(config: Config) -> None:
+    """Find the files of all datasets of a config that are on local disk, without reading them.
+
+    Raises:
+        DataError: a dataset has none; the message names the field.
+    """
+    training = {name: source.dataset for name, source in config.training_sources.items()}
+    heldout = {
+        heldout_label(key): each.dataset for key, each in config.heldout_sources.items() if not each.is_part_of_training
+    }
+    fields = (("data.train", training), ("data.heldout", heldout))
+    for field, name in (
+        (f"{section}.{key}".rstrip("."), each) for section, sets in fields for key, each in sets.items()
+    ):
+        if name in DATASETS or find_benchmark(name) or _is_hub_id(name) or "://" in name:
+            continue
+        try:
+            _require_known_name(name)
+            retry_transient(partial(find_files, name))
+        except DataError as error:
+            raise DataError(f"{field}: {error}") from None
 
 
 def is_heldout(question_id: str, share: float) -> bool:

@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from grpo_ray.config.import_path import import_callable
+from grpo_ray.config.import_path import describe_own_error, import_callable
 from grpo_ray.config.reward_names import REWARD_SCORES, is_reward_model
 from grpo_ray.config.schema import Config, RewardsConfig
 from grpo_ray.config.similar_names import suggestion
-from grpo_ray.errors import ConfigError, RewardError
+from grpo_ray.errors import ConfigError, GrpoRayError, RewardError
 from grpo_ray.rewards.choice import choice
 from grpo_ray.rewards.code_tests import CodeTests
 from grpo_ray.rewards.correctness import accuracy_reward, start_grading
@@ -99,7 +99,7 @@ def load_reward(name: str, **settings: Any) -> Callable[..., Any]:
     _check_function(name, function, settings)
     short_name = name.rpartition(":")[2]
     if inspect.isclass(function):
-        instance: Any = function(**settings)
+        instance = _create(name, function, settings)
         instance.__name__ = short_name
         return instance
     if inspect.iscoroutinefunction(function):
@@ -107,6 +107,17 @@ def load_reward(name: str, **settings: Any) -> Callable[..., Any]:
     # A keyword-only parameter of our own functions is a setting, even if the dataset has a column of that name.
     ignored = _keyword_only(function) - TRL_ARGUMENTS if name in REWARDS else frozenset()
     return ConfiguredReward(short_name, function, settings, ignored)
+
+
+def _create(name: str, cls: type, settings: Mapping[str, Any]) -> Any:
+    """Create the instance of a reward that is a class. Raises RewardError."""
+    try:
+        return cls(**settings)
+    except GrpoRayError:
+        raise
+    except Exception as error:  # the user's own code may raise any class
+        given = f"rewards.settings of {', '.join(settings)}" if settings else "no rewards.settings"
+        raise RewardError(f"reward {name!r} cannot be created with {given}: {describe_own_error(error)}") from error
 
 
 def _keyword_only(function: Callable[..., Any]) -> frozenset[str]:

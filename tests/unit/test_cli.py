@@ -1,6 +1,7 @@
 """Tests of the command line: its own parsing of files, options and overrides, in any order."""
 
 import argparse
+import errno
 import importlib.util
 import itertools
 import os
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+import grpo_ray
 from grpo_ray import cli
 from grpo_ray.cli import CHAOS_HANG_SECONDS, build_parser, load_chaos_config, load_eval_config, main, sort_overrides
 from grpo_ray.config import loader
@@ -75,6 +77,66 @@ def test_file_that_cannot_be_written_is_refused_at_once(
     for path in (tmp_path / "no folder" / "out.json", tmp_path):
         assert main([*command, "--json", str(path)]) == 2
         assert f"--json {path} cannot be written" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [["check", "missing.yaml"], ["eval", "missing/checkpoint"]])
+def test_result_that_cannot_be_written_is_refused_before_any_work(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*command, "--json", str(tmp_path / "no folder" / "out.json")]) == 2
+    assert "--json" in capsys.readouterr().err
+
+
+def test_command_that_lacks_its_run_names_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["eval"])
+    assert capsys.readouterr().err.endswith("the following arguments are required: CHECKPOINT\n")
+
+
+def test_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"grpo-ray {grpo_ray.__version__}\n"
+
+
+@pytest.mark.parametrize("command", ["train", "check", "chaos"])
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("rewards.functions=[corectness]", "unknown reward 'corectness'; did you mean correctness?"),
+        ("data.train=./missing.jsonl", "missing.jsonl: no such file or folder"),
+        ("data.train=arithmetc", "did you mean arithmetic?"),
+        ("model.path=./missing", "missing: there is no such folder"),
+    ],
+)
+def test_missing_name_is_refused_before_libraries_are_loaded(
+    command: str, override: str, message: str, tmp_path: Path, loaded: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "run.yaml"
+    config.write_text(f"run: {{storage_path: {tmp_path / 'runs'}}}\n")
+    assert main([command, str(config), override]) == 2
+    assert message in capsys.readouterr().err
+    assert loaded == [] and not (tmp_path / "runs").exists()
+
+
+def test_missing_checkpoint_is_refused_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for path in (tmp_path / "checkpoint-000001", Path("no/such/checkpoint-000001")):
+        assert main(["eval", str(path)]) == 2
+        assert capsys.readouterr().err == f"grpo-ray: {path}: there is no such checkpoint\n"
+
+
+def test_file_that_the_user_may_not_write_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refused(arguments: object) -> int:
+        raise PermissionError(errno.EACCES, "Permission denied", "/runs/of/others/report.html")
+
+    monkeypatch.setattr(cli, "run_report", refused)
+    assert main(["report", "/runs/of/others"]) == 2
+    assert capsys.readouterr().err == (
+        "grpo-ray: [Errno 13] Permission denied: '/runs/of/others/report.html'; change its permissions, or name "
+        "another file or folder\n"
+    )
 
 
 def test_report_options_between_runs() -> None:

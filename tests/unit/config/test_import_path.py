@@ -38,6 +38,36 @@ def test_module_whose_import_fails_gives_the_reason(tmp_path: Path, monkeypatch:
     assert "cannot be imported (cannot import name 'no_such_name' from 'os'" in import_error("broken_module:f")
 
 
+def test_library_that_a_module_imports_is_not_looked_for_on_the_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "module_with_library.py").write_text("import no_such_library\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert import_error("module_with_library:f") == (
+        "grpo.advantages: 'module_with_library:f' cannot be imported (No module named 'no_such_library'); "
+        "module_with_library imports it: is it installed?"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("def f(:\n", "SyntaxError: invalid syntax ({file}, line 1)"),
+        ("x = 1\ny = z\n", "NameError: name 'z' is not defined ({file}, line 2)"),
+        ("import sys\n\nsys.exit('no\\nGPU')\n", "SystemExit: no GPU ({file}, line 3)"),
+    ],
+    ids=["syntax", "name", "exit"],
+)
+def test_module_whose_code_fails_is_one_line_with_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, text: str, message: str
+) -> None:
+    name = f"failing_{request.node.callspec.id}"
+    file = tmp_path / f"{name}.py"
+    file.write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert import_error(f"{name}:f") == (f"grpo.advantages: '{name}:f' cannot be imported: {message.format(file=file)}")
+
+
 @pytest.mark.parametrize(
     ("name", "meant"), [("jion", "; did you mean join?"), ("sep", ""), ("zzzzzz", "")], ids=["typo", "text", "unknown"]
 )

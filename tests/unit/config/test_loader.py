@@ -129,7 +129,23 @@ def test_load_drop_ignores_the_section(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text("run: {seed: 3}\nversions: {torch: 2.0.0}\n")
     assert load_config(path, drop=("versions",)).run.seed == 3
-    assert "unknown key versions" in config_error(path=path)
+    assert config_error(path=path) == (
+        f"{path}: has the section versions, which a run writes; for a run with its settings, remove the section from a "
+        "copy of the file and set another run.name"
+    )
+
+
+@pytest.mark.parametrize(("text", "nested"), [("run.name: x", "`run: {name: ...}`"),
+                                              ("grpo.temperature: 1", "`grpo: {temperature: ...}`")])  # fmt: skip
+def test_load_key_with_dots_in_a_yaml_names_the_nested_form(tmp_path: Path, text: str, nested: str) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(f"{text}\n")
+    key = text.partition(":")[0]
+    assert config_error(path=path) == f"unknown key {key}: in a YAML, sections are nested; write {nested}"
+
+
+def test_load_override_without_section_is_malformed() -> None:
+    assert config_error(".name=x").startswith("'.name=x' is not an override")
 
 
 @pytest.mark.parametrize("section", ["run", "grpo", "data"])

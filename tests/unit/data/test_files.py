@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import example, given, settings
 
+from grpo_ray.config.loader import load_config
 from grpo_ray.config.schema import DataConfig
 from grpo_ray.data import deepmath, registry
 from grpo_ray.data import files as files_module
@@ -248,6 +249,12 @@ def test_file_shard_csv_wrong_field_count_raises_with_its_row(tmp_path: Path) ->
     assert refusal(str(path)).startswith(f"{path}, row 1: 'solution' must be text")
 
 
+def test_file_shards_csv_quote_without_end_raises(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text('prompt,solution\np,1\nq,"2\nr,3\n')  # as a field, the third row would be lost in it
+    assert refusal(str(path)) == f"{path}, row 2: is not csv: unexpected end of data"
+
+
 def test_file_shards_csv_not_utf8_raises_with_file_name(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     path.write_bytes("prompt,solution\nœ,1\n".encode("cp1252"))
@@ -342,6 +349,13 @@ def test_file_shards_parquet_without_rows_raises(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"prompt": pa.array([], pa.string()), "solution": pa.array([], pa.string())}), path)
     assert refusal(str(path)) == f"{path}: there are no rows"
+
+
+def test_file_shard_parquet_date_beyond_python_raises_with_its_row(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    dates = pa.array([2**60], pa.timestamp("us"))  # in the year 38,504
+    pq.write_table(pa.table({"prompt": ["q"], "solution": ["1"], "seen": dates}), path)
+    assert refusal(str(path)) == f"{path}: cannot be read from row 1 on: date value out of range"
 
 
 def test_find_files_missing_path_raises_with_its_name(tmp_path: Path) -> None:
@@ -460,6 +474,34 @@ def test_open_dataset_existing_folder_is_not_a_hub_dataset(
     write_jsonl(tmp_path / "data" / "problems" / "a.jsonl", [{"prompt": "q", "solution": "5"}])
     monkeypatch.chdir(tmp_path)
     assert len(open_dataset("data/problems", "train", DataConfig())) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"), [("arithmetc", "; did you mean arithmetic?"), ("math-500", "; did you mean math500?"), ("", "")]
+)
+def test_open_dataset_misspelled_name_suggests_a_built_in_one(name: str, meant: str) -> None:
+    with pytest.raises(DataError) as caught:
+        open_dataset(name, "train", DataConfig())
+    assert str(caught.value) == (
+        f"{name!r} is no dataset, and there is no such file or folder; built-in datasets are arithmetic, guessing, "
+        f"multiplication, deepmath, gsm8k{meant}"
+    )
+
+
+def test_local_files_that_do_not_exist_are_refused_with_their_field(tmp_path: Path, no_hub: None) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{"not": "read"}])
+    missing = tmp_path / "b.jsonl"
+    for field, override in {
+        "data.train": f"data.train={missing}",
+        "data.train.math": f"data.train={{sums: {{path: arithmetic}}, math: {{path: {missing}}}}}",
+        "data.heldout": f"data.heldout={missing}",
+        "data.heldout.own": f"data.heldout={{hub: someone/problems, own: {missing}}}",
+    }.items():
+        with pytest.raises(DataError) as caught:
+            registry.require_local_files(load_config(None, [f"data.train={path}", override]))
+        assert str(caught.value).startswith(f"{field}: {missing}: no such file or folder")
+    for found in ("arithmetic", path, "someone/problems", "s3://bucket/a.jsonl"):
+        registry.require_local_files(load_config(None, [f"data.train={found}", "data.heldout=math500"]))
 
 
 def test_open_dataset_passes_columns_and_system_prompt(tmp_path: Path) -> None:
