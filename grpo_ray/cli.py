@@ -27,6 +27,7 @@ from grpo_ray.config.heldout_keys import heldout_label, split_name
 from grpo_ray.config.reward_names import REWARD_SCORES, VERDICTS
 from grpo_ray.config.schema import Config, DataConfig, RolloutConfig, RunConfig
 from grpo_ray.config.similar_names import suggestion
+from grpo_ray.config.sources import CHECKPOINT_PREFIX
 from grpo_ray.config.trl_fields import PASSED, allowed_values, default_text, meaning
 from grpo_ray.driver.stage_config import has_stages, load_stages
 from grpo_ray.errors import ConfigError, DamagedFileError, GrpoRayError, HubError, TrainingError
@@ -629,9 +630,7 @@ def run_eval(arguments: argparse.Namespace) -> int:
     """Measure a checkpoint on held-out problems."""
     require_writable(arguments.json)
     checkpoint = absolute_model(arguments.checkpoint)  # tasks of the cluster have other working folders
-    is_local = os.path.isabs(checkpoint) or ("://" not in checkpoint and checkpoint.count("/") > 1)
-    if is_local and not os.path.isdir(checkpoint):
-        raise ConfigError(f"{checkpoint}: there is no such checkpoint")
+    require_checkpoint(checkpoint)
     config = load_eval_config(arguments)
     from grpo_ray.data.registry import require_local_files
 
@@ -683,6 +682,22 @@ def run_eval(arguments: argparse.Namespace) -> int:
     else:
         print(to_json(described), end="")
     return 0
+
+
+def require_checkpoint(path: str) -> None:
+    """Refuse a local checkpoint that does not exist, or is a run folder; others are read later. Raises ConfigError.
+
+    Args:
+        path: local folder, absolute if it exists; URI; or id of the hub.
+    """
+    if "://" in path or not (os.path.isabs(path) or path.count("/") > 1):  # an id of the hub has at most one slash
+        return
+    if not os.path.isdir(path):
+        raise ConfigError(f"{path}: there is no such checkpoint")
+    if not any(os.path.isfile(f"{path}/{name}") for name in ("config.json", "adapter_config.json")):
+        checkpoints = sorted(each.name for each in Path(path).glob(f"{CHECKPOINT_PREFIX}*"))
+        mend = f"; it is a run folder: name a checkpoint, such as {path}/{checkpoints[-1]}" if checkpoints else ""
+        raise ConfigError(f"{path}: is no checkpoint, since it has neither config.json nor adapter_config.json{mend}")
 
 
 def run_export(arguments: argparse.Namespace) -> int:

@@ -178,6 +178,9 @@ def describe_errors(
             path = path[: max(known, default=0)]
             field, name = described[".".join(path)], ".".join(path)
             has_text = field.default is not dataclasses.MISSING and not (field.is_section and field.default is not None)
+            if each["type"] == "missing":
+                lines.append(f"{name} is missing; it must be {field.values}")
+                continue
             default = f"; the default is {field.default_text}" if has_text else ""
             lines.append(f"{name}={_value_at(settings, path)!r} must be {field.values}{default}")
     return "\n".join(dict.fromkeys(lines))

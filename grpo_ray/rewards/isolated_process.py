@@ -20,6 +20,7 @@ import traceback
 from types import SimpleNamespace
 from typing import Any
 
+from grpo_ray.errors import GrpoRayError
 from grpo_ray.processes.limits import set_soft_limit
 from grpo_ray.processes.request_server import serve_requests
 from grpo_ray.rewards.outside_training import read_rewards
@@ -90,7 +91,12 @@ class Server:
 
 
 def describe(error: BaseException) -> str:
-    """Return an error as one line: its type and message, and the place where it was raised; secrets are hidden."""
+    """Return an error as one line: its type and message, and the place where it was raised; secrets are hidden.
+
+    An error of grpo_ray about an error of the function's module or class is described by the latter.
+    """
+    while isinstance(error, GrpoRayError) and error.__cause__ is not None:
+        error = error.__cause__
     message = " ".join(f"{type(error).__name__}: {error}".split())[:MAX_ERROR]
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""

@@ -125,6 +125,16 @@ def test_missing_checkpoint_is_refused_at_once(tmp_path: Path, capsys: pytest.Ca
         assert capsys.readouterr().err == f"grpo-ray: {path}: there is no such checkpoint\n"
 
 
+def test_run_folder_in_place_of_a_checkpoint_names_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("checkpoint-000002", "checkpoint-000010"):
+        (tmp_path / name).mkdir()
+    assert main(["eval", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == (
+        f"grpo-ray: {tmp_path}: is no checkpoint, since it has neither config.json nor adapter_config.json; it is a "
+        f"run folder: name a checkpoint, such as {tmp_path}/checkpoint-000010\n"
+    )
+
+
 def test_file_that_the_user_may_not_write_is_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -32,6 +32,12 @@ def test_unknown_key_without_a_match_refers_to_help() -> None:
     assert unknown_key("zzz") == "unknown key zzz; see grpo-ray train --help"
 
 
+def test_load_section_without_its_required_field_names_it() -> None:
+    assert config_error("model.adapter_optimizer={}") == (
+        'model.adapter_optimizer.name is missing; it must be "loraplus" or "lorafa"'
+    )
+
+
 def test_load_several_mistakes_one_line_each() -> None:
     lines = config_error(
         "grpo.max_steps=many", "run.nmae=x", "clster.n=1", "engine.gpu_memory_utilization=[]"

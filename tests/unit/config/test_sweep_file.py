@@ -43,6 +43,10 @@ MISTAKES: dict[str, tuple[str, str]] = {
         "draw: {n: 2, space: {grpo.learning_rate: {log_uniform: [0, 1]}}}",
         "draw.space: grpo.learning_rate: log_uniform=[0, 1] must have bounds above 0",
     ),
+    "no-space": (
+        "draw: {n: 2}",
+        "draw.space is missing; it must be a mapping from keys of the config to one of {uniform: [low, high]}",
+    ),
     "order": (
         "draw: {n: 2, space: {run.seed: {int: [3, 3]}}}",
         "draw.space: run.seed: int=[3, 3] must be two whole numbers, the smaller one first",
