@@ -630,8 +630,8 @@ def run_eval(arguments: argparse.Namespace) -> int:
     """Measure a checkpoint on held-out problems."""
     require_writable(arguments.json)
     checkpoint = absolute_model(arguments.checkpoint)  # tasks of the cluster have other working folders
-    require_checkpoint(checkpoint)
     config = load_eval_config(arguments)
+    require_checkpoint(checkpoint)
     from grpo_ray.data.registry import require_local_files
 
     require_local_files(config)
