@@ -32,6 +32,9 @@ def import_callable(path: str, where: str) -> Callable[..., Any]:
     module_name, colon, name = path.partition(":")
     if not colon or not module_name or not name:
         raise ConfigError(f"{where}: {path!r} must have the form package.module:name")
+    if module_name.endswith(".py") or "/" in module_name:
+        module_name = module_name.strip("./").removesuffix(".py").replace("/", ".")
+        raise ConfigError(f"{where}: {path!r} must name a module, not a file: write {module_name}:{name}")
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:

@@ -95,7 +95,10 @@ def load_reward(name: str, **settings: Any) -> Callable[..., Any]:
     """
     function = _import_function(name) if ":" in name else REWARDS.get(name)
     if function is None:
-        raise RewardError(f"unknown reward {name!r}{_suggestion(name, REWARDS)}; known: {', '.join(REWARDS)}")
+        raise RewardError(
+            f"unknown reward {name!r}{_suggestion(name, REWARDS)}; known: {', '.join(REWARDS)}, and functions of your "
+            "own as package.module:function"
+        )
     _check_function(name, function, settings)
     short_name = name.rpartition(":")[2]
     if inspect.isclass(function):
@@ -143,7 +146,8 @@ def _check_settings(name: str, function: Callable[..., Any], settings: Mapping[s
         # The registry's own functions accept TRL's columns in **kwargs, so a typo would pass unnoticed there.
         if setting not in parameters and (name in REWARDS or not accepts_any):
             keyword_only = [each.name for each in parameters.values() if each.kind is each.KEYWORD_ONLY]
-            raise RewardError(f"reward {name!r} has no setting {setting!r}{_suggestion(setting, keyword_only)}")
+            known = f", but {', '.join(keyword_only)}" if keyword_only else ""
+            raise RewardError(f"reward {name!r} has no setting {setting!r}{known}{_suggestion(setting, keyword_only)}")
     # In a user's function, a keyword without a default may be a column of the dataset or an argument of TRL's.
     if name not in REWARDS and not inspect.isclass(function):
         return

@@ -25,6 +25,12 @@ def test_path_of_another_form_is_refused(path: str) -> None:
     assert import_error(path) == f"grpo.advantages: {path!r} must have the form package.module:name"
 
 
+@pytest.mark.parametrize("file", ["rewards/short.py", "./rewards/short.py", "rewards/short", "rewards.short.py"])
+def test_file_in_place_of_a_module_is_refused(file: str) -> None:
+    message = f"grpo.advantages: '{file}:f' must name a module, not a file: write rewards.short:f"
+    assert import_error(f"{file}:f") == message
+
+
 def test_missing_module_is_named() -> None:
     assert import_error("nowhere.at_all:f") == (
         "grpo.advantages: 'nowhere.at_all:f' cannot be imported (No module named 'nowhere'); is its folder on "

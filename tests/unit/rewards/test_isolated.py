@@ -245,7 +245,7 @@ def test_trial_raises_what_a_run_counts(isolated: Any) -> None:
     ("name", "settings", "message"),
     [
         ("missing", {}, "failing_rewards has no 'missing'"),
-        ("Count", {"frist": 1}, "has no setting 'frist'; did you mean first"),
+        ("Count", {"frist": 1}, "has no setting 'frist', but first; did you mean first"),
         ("Waiting", {}, "has an asynchronous __call__"),
     ],
 )
