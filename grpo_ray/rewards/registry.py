@@ -9,10 +9,14 @@ module imports no heavy library.
 """
 
 import inspect
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
+
+from grpo_ray.config.fields import values_text
 from grpo_ray.config.import_path import describe_own_error, import_callable
 from grpo_ray.config.reward_names import REWARD_SCORES, is_reward_model
 from grpo_ray.config.schema import Config, RewardsConfig
@@ -139,7 +143,11 @@ def _check_function(name: str, function: Callable[..., Any], settings: Mapping[s
 
 
 def _check_settings(name: str, function: Callable[..., Any], settings: Mapping[str, Any]) -> None:
-    """Raise RewardError for a setting that the function does not accept, and for a required one that is missing."""
+    """Raise RewardError for a setting that the function does not accept, and for a required one that is missing.
+
+    The values of a built-in reward's settings are checked against its annotations: most of these rewards read them only
+    when they are called, which is after the workers have started.
+    """
     parameters = inspect.signature(function).parameters
     accepts_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     for setting in settings:
@@ -148,6 +156,8 @@ def _check_settings(name: str, function: Callable[..., Any], settings: Mapping[s
             keyword_only = [each.name for each in parameters.values() if each.kind is each.KEYWORD_ONLY]
             known = f", but {', '.join(keyword_only)}" if keyword_only else ""
             raise RewardError(f"reward {name!r} has no setting {setting!r}{known}{_suggestion(setting, keyword_only)}")
+        if name in REWARDS and setting not in TRL_ARGUMENTS:
+            _check_value(f"rewards.settings.{name}.{setting}", settings[setting], parameters[setting].annotation)
     # In a user's function, a keyword without a default may be a column of the dataset or an argument of TRL's.
     if name not in REWARDS and not inspect.isclass(function):
         return
@@ -158,6 +168,17 @@ def _check_settings(name: str, function: Callable[..., Any], settings: Mapping[s
     ]
     if missing:
         raise RewardError(f"reward {name!r} needs a value for {', '.join(missing)}; set it in rewards.settings")
+
+
+def _check_value(field: str, value: Any, annotation: Any) -> None:
+    """Raise RewardError if the value of a setting does not have the type of its parameter."""
+    adapter: TypeAdapter[Any] = TypeAdapter(annotation)
+    text = json.dumps(value, default=str, skipkeys=True)
+    try:
+        # As JSON, since a YAML has lists for tuples; strict, since the value is passed on as it is.
+        adapter.validate_json(text, strict=True)
+    except ValidationError:
+        raise RewardError(f"{field}={value!r} must be {values_text(adapter.json_schema())}") from None
 
 
 def load_rewards(config: RewardsConfig, names: Sequence[str] | None = None) -> list[Callable[..., Any]]:

@@ -1,6 +1,8 @@
 """Tests of the table of built-in rewards against the tables of the config, and of classes that cannot be created."""
 
+import datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -40,13 +42,35 @@ def test_class_that_cannot_be_created_is_one_line(tmp_path: Path, monkeypatch: p
     with pytest.raises(RewardError) as caught:
         load_reward("unmakable_rewards:Short", limit="many")
     assert str(caught.value) == (
-        "reward 'unmakable_rewards:Short' cannot be created with rewards.settings of limit: ValueError: invalid literal "
-        f"for int() with base 10: 'many' ({file}, line 3)"
+        "reward 'unmakable_rewards:Short' cannot be created with rewards.settings of limit: ValueError: invalid "
+        f"literal for int() with base 10: 'many' ({file}, line 3)"
     )
     with pytest.raises(RewardError, match=r"with no rewards\.settings: TypeError: .*missing 1 required positional"):
         load_reward("unmakable_rewards:Short")
 
 
-def test_built_in_class_with_a_setting_of_another_type_is_one_line() -> None:
-    with pytest.raises(RewardError, match=r"'code_tests' cannot be created with .* of cpu_seconds: Type"):
-        load_reward("code_tests", cpu_seconds="five")
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("soft_overlong", {"max_length": "4096", "buffer": 9}, "max_length='4096' must be a whole number"),
+        ("cosine_length", {"max_length": 9, "right": [1.0]}, "right=[1.0] must be a list of 2 numbers"),
+        ("code_tests", {"cpu_seconds": "five"}, "cpu_seconds='five' must be a number"),
+        ("tag_format", {"tags": "<a>"}, "tags='<a>' must be a list of texts"),
+        (
+            "code_tests",
+            {"partial": datetime.date(2026, 1, 2)},
+            "partial=datetime.date(2026, 1, 2) must be true or false",
+        ),
+    ],
+)
+def test_setting_of_another_type_is_refused(name: str, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(RewardError) as caught:
+        load_reward(name, **settings)
+    assert str(caught.value) == f"rewards.settings.{name}.{message}"
+
+
+def test_settings_are_accepted_as_a_yaml_has_them() -> None:
+    load_reward("cosine_length", max_length=9, right=[1, 0.5])
+    load_reward("tag_format", tags=["<a>", "</a>"], credit=1)
+    load_reward("code_tests", parallel=None, partial=True)
+    load_reward("json_format", schema={"type": "object"})
