@@ -309,19 +309,20 @@ def _iter_csv(path: str) -> Iterator[dict[str, Any]]:
         _reading(f"{path}: is not a csv file"),
         io.TextIOWrapper(file, encoding="utf-8-sig", newline="") as text,
     ):
-        rows = csv.DictReader(
-            text, strict=True
-        )  # otherwise a quote without its end takes all rows after it into a field
-        names = rows.fieldnames or ()
-        if repeated := next((name for name in names if names.count(name) > 1), None):
-            raise DataError(f"{path}: the header has the column '{repeated}' twice; rename one of them")
-        number = 1
+        # Strict, because otherwise a quote without its end takes all rows after it into a field.
+        rows = csv.DictReader(text, strict=True)
+        number = 0
         try:
+            names = rows.fieldnames or ()
+            if repeated := next((name for name in names if names.count(name) > 1), None):
+                raise DataError(f"{path}: the header has the column '{repeated}' twice; rename one of them")
+            number = 1
             for row in rows:
                 yield row
                 number += 1
         except csv.Error as error:
-            raise DataError(f"{path}, row {number}: is not csv: {error}") from None
+            place = f"row {number}" if number else "header"
+            raise DataError(f"{path}, {place}: is not csv: {error}") from None
 
 
 DIVIDE = {"parquet": _divide_parquet, "jsonl": _divide_jsonl, "csv": _divide_csv}

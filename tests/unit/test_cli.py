@@ -144,7 +144,7 @@ def test_file_that_the_user_may_not_write_is_one_line(
     monkeypatch.setattr(cli, "run_report", refused)
     assert main(["report", "/runs/of/others"]) == 2
     assert capsys.readouterr().err == (
-        "grpo-ray: [Errno 13] Permission denied: '/runs/of/others/report.html'; change its permissions, or name "
+        "grpo-ray: [Errno 13] Permission denied: '/runs/of/others/report.html'; check the permissions, or name "
         "another file or folder\n"
     )
 

@@ -253,6 +253,8 @@ def test_file_shards_csv_quote_without_end_raises(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     path.write_text('prompt,solution\np,1\nq,"2\nr,3\n')  # as a field, the third row would be lost in it
     assert refusal(str(path)) == f"{path}, row 2: is not csv: unexpected end of data"
+    path.write_text('prompt,"solution\np,1\n')
+    assert refusal(str(path)) == f"{path}, header: is not csv: unexpected end of data"
 
 
 def test_file_shards_csv_not_utf8_raises_with_file_name(tmp_path: Path) -> None:
