@@ -304,6 +304,8 @@ LIGHT_COMMANDS = {
     "train grpo.deepspeed=x.json": "grpo.deepspeed is not supported",
     "train rewards.functions=[corectness]": "did you mean correctness?",
     "train rewards.functions=[./no/judge]": "/no/judge does not exist: it has no config.json",
+    "check --example arithmetic rewards.functions=[corectness]": "did you mean correctness?",
+    "train data.train=./none.jsonl": "none.jsonl: no such file or folder",
     "train --help": "grpo.temperature=1.0",
     "--help": "train from a YAML file",
 }
