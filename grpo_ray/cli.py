@@ -937,7 +937,7 @@ def check_rewards(config: Config) -> None:
 def load_eval_config(arguments: argparse.Namespace) -> Config:
     """Load the config of `eval`: the given file, that of the checkpoint's run folder, or the defaults."""
     if arguments.config:
-        config = loader.load_config(arguments.config, arguments.overrides, drop=("versions",))
+        config = loader.load_config(arguments.config, arguments.overrides)
     else:
         where, settings = read_run_config(
             arguments.checkpoint,

@@ -30,7 +30,6 @@ def load_config(
     path: str | Path | None = None,
     overrides: Sequence[str] = (),
     *,
-    drop: Sequence[str] = (),
     text: str | None = None,
     settings: Mapping[str, Mapping[str, Any]] | None = None,
     defaults: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
@@ -38,10 +37,9 @@ def load_config(
     """Read a YAML file and apply overrides.
 
     Args:
-        path: YAML file; None starts from the defaults.
+        path: YAML file, also the `config.yaml` of a run folder; None starts from the defaults.
         overrides: settings of the form `section.field=value`, or `section.field.entry=value` for an entry of a mapping;
             the last one for a field wins.
-        drop: sections to ignore, such as `versions` in the config.yaml of a run folder.
         text: content of the file if it has been read already; `path` then only names it in error messages.
         settings: section -> fields, if the file has been parsed already.
         defaults: section -> fields whose defaults replace the schema's; the file and overrides take precedence.
@@ -52,16 +50,11 @@ def load_config(
     if path is None or settings is not None:
         merged: dict[str, Any] = {name: dict(section) for name, section in (settings or {}).items()}
     else:
-        merged = {name: section for name, section in read_yaml(str(path), text).items() if name not in drop}
+        merged = {name: section for name, section in read_yaml(str(path), text).items() if name != VERSIONS}
         if STAGES in merged:
             raise ConfigError(
                 f"{path}: has stages, which only grpo-ray train and check (in Python: load_stages) can read; name the "
                 "config.yaml in the run folder of one stage"
-            )
-        if VERSIONS in merged:
-            raise ConfigError(
-                f"{path}: has the section {VERSIONS}, which a run writes; for a run with its settings, remove the "
-                "section from a copy of the file and set another run.name"
             )
     for override in overrides:
         apply_override(merged, override)

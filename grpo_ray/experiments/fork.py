@@ -164,7 +164,7 @@ def branch_config(
     """
     parent = split_path(source.address_of())[0]
     if config_path is not None:
-        given = load_config(config_path, overrides, drop=("versions",))
+        given = load_config(config_path, overrides)
         is_set = any(override.startswith("run.storage_path=") for override in overrides)
         storage = given.run.storage_path if is_set else parent
         given = replace(given, data=replace(given.data, accept_changes=False))  # `fork_fields.REFUSED`

@@ -93,7 +93,7 @@ def main() -> None:
     parser.add_argument("--speed", type=float, default=10.0, help="multiple of the run's pace")
     options = parser.parse_args()
     replay = Replay.of(options.run)
-    config = load_config("config.yaml", text=replay.folder.read_text("config.yaml"), drop=("versions",))
+    config = load_config("config.yaml", text=replay.folder.read_text("config.yaml"))
     with build_progress(config) as progress:
         replay.run(RunFeed([progress]), options.speed)
 

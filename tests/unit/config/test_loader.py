@@ -125,14 +125,10 @@ def test_load_empty_section_takes_an_override(tmp_path: Path) -> None:
     assert load_config(path, ["data.limit=3"]).data.limit == 3
 
 
-def test_load_drop_ignores_the_section(tmp_path: Path) -> None:
+def test_load_takes_the_config_that_a_run_has_written(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text("run: {seed: 3}\nversions: {torch: 2.0.0}\n")
-    assert load_config(path, drop=("versions",)).run.seed == 3
-    assert config_error(path=path) == (
-        f"{path}: has the section versions, which a run writes; for a run with its settings, remove the section from a "
-        "copy of the file and set another run.name"
-    )
+    assert load_config(path).run.seed == 3
 
 
 @pytest.mark.parametrize(("text", "nested"), [("run.name: x", "`run: {name: ...}`"),
