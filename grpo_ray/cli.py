@@ -52,7 +52,7 @@ NOT_KNOWN = 5
 """Exit status of `contains` if no problem is known to be used, and of some it is not known."""
 SECONDS_OF_ATTACK = 120.0
 """Default of `check --seconds`."""
-REFUSED = (errno.EACCES, errno.EROFS, errno.ENAMETOOLONG)
+UNUSABLE_PATH = (errno.EACCES, errno.EROFS, errno.ENAMETOOLONG)
 """Error numbers of files and folders that the user may not read or write, or that cannot exist."""
 CHAOS_HANG_SECONDS = 60.0
 """Default of `run.hang_seconds` under `chaos`: the run waits that long for an injected hang to be noticed."""
@@ -86,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if is_memory_kill(error):
             print(f"grpo-ray: a process of Ray died: {MEMORY_ADVICE}", file=sys.stderr)
             return 1
-        if isinstance(error, OSError) and error.errno in REFUSED:
+        if isinstance(error, OSError) and error.errno in UNUSABLE_PATH:
             print(f"grpo-ray: {error}; check the permissions, or name another file or folder", file=sys.stderr)
             return 2
         if not isinstance(error, OSError) or not (is_full(error) or is_transient(error)):

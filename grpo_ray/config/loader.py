@@ -21,7 +21,7 @@ from grpo_ray.text.redaction import HIDDEN, hidden_settings, redact_text, rememb
 STAGES = "stages"
 """Key of a YAML whose runs follow one another (`driver/stage_config.py`); it is no section."""
 VERSIONS = "versions"
-"""Section of the `config.yaml` of a run folder with the versions that run it; it has no settings."""
+"""Section of the `config.yaml` of a run folder with the versions of its libraries; it is ignored here."""
 COMMENT = re.compile(r"(?:^|\s)#")
 """Start of a comment in YAML."""
 

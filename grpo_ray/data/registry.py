@@ -176,17 +176,15 @@ def require_local_files(config: Config) -> None:
     heldout = {
         heldout_label(key): each.dataset for key, each in config.heldout_sources.items() if not each.is_part_of_training
     }
-    fields = (("data.train", training), ("data.heldout", heldout))
-    for field, name in (
-        (f"{section}.{key}".rstrip("."), each) for section, sets in fields for key, each in sets.items()
-    ):
-        if name in DATASETS or find_benchmark(name) or _is_hub_id(name) or "://" in name:
-            continue
-        try:
-            _require_known_name(name)
-            retry_transient(partial(find_files, name))
-        except DataError as error:
-            raise DataError(f"{field}: {error}") from None
+    for field, datasets in (("data.train", training), ("data.heldout", heldout)):
+        for key, name in datasets.items():
+            if name in DATASETS or find_benchmark(name) or _is_hub_id(name) or "://" in name:
+                continue
+            try:
+                _require_known_name(name)
+                retry_transient(partial(find_files, name))
+            except DataError as error:
+                raise DataError(f"{field}.{key}: {error}" if key else f"{field}: {error}") from None
 
 
 def is_heldout(question_id: str, share: float) -> bool:

@@ -34,7 +34,7 @@ RECORDED_ROWS, RECORDED_STEPS = 50, 20
 """Latest rows of metrics, and latest steps of recorded lengths, that are read."""
 _OF_COLOCATED = {"vllm_enable_sleep_mode", "vllm_tensor_parallel_size"}
 """Fields of `grpo` about a GPU that learner and engine share, and about engines that workers share."""
-_OTHERS = {"engine/count", "engine/idle_share"}
+_OF_OTHERS = {"engine/count", "engine/idle_share"}
 """Metrics of steps with dedicated engines, or with `rollout.max_staleness` above 0."""
 
 
@@ -245,7 +245,7 @@ def recorded_steps(folder: "RunFolder") -> RecordedSteps | None:
 
     The phases of other steps do not show how long generating takes.
     """
-    shown = (row for row in read_metrics(folder) if row.get("phase/generate", 0.0) > 0 and not _OTHERS & row.keys())
+    shown = (row for row in read_metrics(folder) if row.get("phase/generate", 0.0) > 0 and not _OF_OTHERS & row.keys())
     rows = deque(shown, maxlen=RECORDED_ROWS)
     files = list_rollout_files(folder)
     if not rows or not files:
