@@ -1,6 +1,7 @@
 """Import of functions and classes that a config names as `package.module:name`."""
 
 import importlib
+import sysconfig
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -8,13 +9,21 @@ from typing import Any
 from grpo_ray.config.similar_names import suggestion
 from grpo_ray.errors import ConfigError
 
+LIBRARIES = ("<", *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")))
+"""How the files of Python and of installed packages begin; modules that are part of Python itself are `<frozen os>`."""
+
 
 def describe_own_error(error: BaseException) -> str:
-    """Describe an error of the user's code on one line: its class and message, and the file and line that raised it."""
+    """Describe an error of the user's code on one line: its class and message, and the file and line.
+
+    An error that a library raised has the place where the user's code called it. The first frame of the traceback is
+    the one that caught the error, never the user's.
+    """
     if isinstance(error, SyntaxError):  # no frame of its traceback is in the file that cannot be compiled
         file, line, text = error.filename, error.lineno, error.msg
     else:
-        frame = traceback.extract_tb(error.__traceback__)[-1]
+        frames = traceback.extract_tb(error.__traceback__)
+        frame = next((each for each in reversed(frames[1:]) if not each.filename.startswith(LIBRARIES)), frames[-1])
         file, line, text = frame.filename, frame.lineno, str(error)
     return f"{type(error).__name__}: {' '.join(text.split())} ({file}, line {line})"
 

@@ -75,6 +75,7 @@ def measure(seed: int, rates: Sequence[float], rungs: Sequence[int], overrides: 
         best = max(accuracies, key=lambda name: accuracies[name])  # the first of equals
         return {
             "seed": seed,
+            "rates": list(rates),
             "sweep_seconds": sweep_seconds,
             "full_seconds": full_seconds,
             "accuracies": accuracies,
@@ -87,7 +88,7 @@ def measure(seed: int, rates: Sequence[float], rungs: Sequence[int], overrides: 
         }
 
 
-def report(results: Sequence[dict[str, Any]], rates: Sequence[float]) -> None:
+def report(results: Sequence[dict[str, Any]]) -> None:
     """Print one line per seed, and the means."""
     print(
         f"{'seed':>4}  {'sweep':>7}  {'full runs':>9}  {'chosen':>8}  {'best':>8}  {'its accuracy':>12}  {'lost':>6}  "
@@ -97,7 +98,7 @@ def report(results: Sequence[dict[str, Any]], rates: Sequence[float]) -> None:
     for each in results:
         top = each["accuracies"][each["best"]]
         lost.append(top - each["chosen_value"])
-        chosen, best = (rates[int(each[name].partition("-")[2])] for name in ("chosen", "best"))
+        chosen, best = (each["rates"][int(each[name].partition("-")[2])] for name in ("chosen", "best"))
         print(
             f"{each['seed']:>4}  {each['sweep_seconds']:>5.0f} s  {each['full_seconds']:>7.0f} s  {chosen:>8.2g}  "
             f"{best:>8.2g}  {top:>12.3f}  {lost[-1]:>6.3f}  {all(each['survivors_equal'])}"
@@ -128,7 +129,7 @@ def main() -> None:
         results.append(measure(seed, arguments.rates, arguments.rungs, arguments.overrides))
         if file is not None:
             file.write_text(json.dumps(results, indent=2))
-    report(results, arguments.rates)
+    report(results)
 
 
 if __name__ == "__main__":

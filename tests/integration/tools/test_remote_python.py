@@ -103,14 +103,19 @@ class Own:
         (("ADDRESS_KEY",), ("ok", "1 1 None")),
         (
             (),
-            ("unreachable", "the remote sandbox gave no result: its provider cannot be made: KeyError: 'ADDRESS_KEY'"),
+            (
+                "unreachable",
+                "the remote sandbox gave no result: rollout.sandbox_provider: 'own_provider:Own' cannot be imported: "
+                "KeyError: 'ADDRESS_KEY' ({file}, line 5)",
+            ),
         ),
     ],
 )
 def test_own_provider_is_made_with_the_variables_that_the_config_names(
     variables: tuple[str, ...], expected: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "own_provider.py").write_text(PROVIDER)
+    file = tmp_path / "own_provider.py"
+    file.write_text(PROVIDER)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("ADDRESS_KEY", "1")
     config = RolloutConfig(
@@ -119,6 +124,7 @@ def test_own_provider_is_made_with_the_variables_that_the_config_names(
         sandbox_provider="own_provider:Own",
         time_limit=120.0,
     )
+    status, text = expected
     with EpisodePool(load_definition(config), SandboxLimits.of(config), variables=variables) as opened:
-        assert run(opened.open(None, seed=0, columns={}, call_seed=0), "1") == expected
+        assert run(opened.open(None, seed=0, columns={}, call_seed=0), "1") == (status, text.format(file=file))
         assert ("ADDRESS_KEY" in opened.withheld) == (not variables)

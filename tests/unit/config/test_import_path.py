@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from grpo_ray.config import import_path
 from grpo_ray.config.import_path import import_callable
 from grpo_ray.errors import ConfigError
 
@@ -61,8 +62,14 @@ def test_library_that_a_module_imports_is_not_looked_for_on_the_path(
         ("def f(:\n", "SyntaxError: invalid syntax ({file}, line 1)"),
         ("x = 1\ny = z\n", "NameError: name 'z' is not defined ({file}, line 2)"),
         ("import sys\n\nsys.exit('no\\nGPU')\n", "SystemExit: no GPU ({file}, line 3)"),
+        ("import os\nos.environ['NO_KEY']\n", "KeyError: 'NO_KEY' ({file}, line 2)"),
+        ("import json\njson.loads('')\n", "JSONDecodeError: Expecting value: line 1 column 1 (char 0) ({file}, line 2)"),
+        (
+            "from packaging.version import Version\n\nVersion('new')\n",
+            "InvalidVersion: Invalid version: 'new' ({file}, line 3)",
+        ),
     ],
-    ids=["syntax", "name", "exit"],
+    ids=["syntax", "name", "exit", "frozen", "stdlib", "package"],
 )
 def test_module_whose_code_fails_is_one_line_with_its_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, text: str, message: str
@@ -72,6 +79,16 @@ def test_module_whose_code_fails_is_one_line_with_its_place(
     file.write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
     assert import_error(f"{name}:f") == (f"grpo.advantages: '{name}:f' cannot be imported: {message.format(file=file)}")
+
+
+def test_code_of_an_installed_package_is_named_with_the_place_that_raised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "installed_package.py"
+    file.write_text("def fail():\n    raise ValueError('no')\n\nfail()\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(import_path, "LIBRARIES", (*import_path.LIBRARIES, str(tmp_path)))
+    assert import_error("installed_package:f").endswith(f"ValueError: no ({file}, line 2)")
 
 
 @pytest.mark.parametrize(
