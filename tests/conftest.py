@@ -74,7 +74,7 @@ def cluster() -> Iterator[None]:
         os.environ[LOGICAL_GPUS] = "4"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_ADDRESS", "local")  # not a cluster of `ray start`, of the user or of tests that run beside
-        connection.connect(load_config(None, ["cluster.num_workers=8"]))
+        connection.connect(load_config(None, ["cluster.num_workers=8", "cluster.threads_per_worker=1"]))
     # For the runs of the tests it is a cluster that was there before them, whose warm start they do not end.
     connection._HAS_STARTED.clear()
     os.environ.pop(LOGICAL_GPUS, None)

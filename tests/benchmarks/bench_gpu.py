@@ -62,6 +62,8 @@ class Cell:
     """Steps of each pattern of our run."""
     peer_patterns: tuple[str, ...]
     """Pattern of each measured step of TRL."""
+    threads: int = 8
+    """Most threads of a process."""
     seconds: dict[str, float]
     """Expected time of each part on an H100, with its start, of which vLLM's compilation takes about a minute."""
 
@@ -91,7 +93,7 @@ CELLS = [
 """Cells in the order of measuring. 28 completions of up to 1k tokens, or 4 of up to 8k, are read in a pass of TRL."""
 DRY_CELLS = [
     Cell(
-        shape="tiny", lengths="tiny", groups=7, micro_batches=7, rounds=1, peer_patterns=("every",),
+        shape="tiny", lengths="tiny", groups=7, micro_batches=7, rounds=1, peer_patterns=("every",), threads=1,
         seconds=dict.fromkeys(("ours", "trl", "engine", "learner"), 0.0),
     )
 ]  # fmt: skip
@@ -109,7 +111,8 @@ def task_of(cell: Cell, part: str, folder: Path) -> Task:
         str(folder / cell.name), str(folder / "problems.jsonl"), str(folder / f"{cell.name}-{part}"),
         # The last step has no successor to end its period.
         plan=[("every", 1), *((pattern, 1) for pattern in measured), (measured[-1], 1)],
-        workers=1, threads=min(8, os.cpu_count() or 1), micro_batches=cell.micro_batches, prompts=cell.groups,
+        workers=1, threads=min(cell.threads, os.cpu_count() or 1),
+        micro_batches=cell.micro_batches, prompts=cell.groups,
         longest=lengths.longest, context=lengths.context, use_gpu=True,
     )  # fmt: skip
 

@@ -51,7 +51,7 @@ def test_elastic_run_on_gpus_shrinks_and_grows(policy: Path, tmp_path: Path) -> 
     steps, folder, seconds = 60, tmp_path / "gpus", tmp_path / "seconds"
     overrides = [
         *small_settings("gpus", tmp_path, policy),
-        *["cluster.use_gpu=true", "model.dtype=float32", "run.measure=background", "cluster.threads_per_worker=1"],
+        *["cluster.use_gpu=true", "model.dtype=float32", "run.measure=background"],
         *["cluster.num_workers=[1, 2]", f"grpo.max_steps={steps}", "grpo.save_steps=10", "data.heldout_limit=8"],
         *[
             "rewards.functions=['correctness', 'reward_spies:wait', 'reward_spies:on_a_gpu']",
@@ -95,7 +95,7 @@ def test_elastic_run_survives_lost_nodes_and_grows(policy: Path, tmp_path: Path)
     overrides = [
         *small_settings("elastic", tmp_path, policy),
         *["cluster.num_workers=[2, 4]", f"grpo.max_steps={steps}", "grpo.save_steps=10", "data.limit=90"],
-        *["run.max_failures=5", "cluster.threads_per_worker=1", "data.heldout_limit=8"],
+        *["run.max_failures=5", "data.heldout_limit=8"],
         *[
             "rewards.functions=['correctness', 'reward_spies:wait']",
             "rewards.settings={'reward_spies:wait': {seconds: 1}}",

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from failing_storage import wait_for
 from faulty_runs import SETTINGS, outcome_of, same, start, undisturbed
-from gated_runs import THREADS, Gates, attempts, gated_settings, outcome_without_gates
+from gated_runs import Gates, attempts, gated_settings, outcome_without_gates
 from network_namespaces import Network, address, separate_nodes, unsupported_reason
 from several_nodes import several_nodes
 from small_runs import groups_of
@@ -104,7 +104,7 @@ def test_fence_stops_worker_that_was_cut_off(small_run: Callable[..., Any], poli
         output, _ = run.communicate(timeout=LONG)
     assert run.returncode == 0, output
     assert attempts(folder) == [(0, 1), (3, 1)]
-    _, whole = small_run("whole", *SETTINGS, *one, THREADS)
+    _, whole = small_run("whole", *SETTINGS, *one)
     same(outcome_without_gates(folder), outcome_of(whole))
 
 

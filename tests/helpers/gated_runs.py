@@ -1,6 +1,5 @@
 """Runs on several nodes whose workers wait for the test inside some steps."""
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -8,9 +7,6 @@ from typing import Any
 from faulty_runs import SETTINGS, outcome_of
 from network_namespaces import address
 from small_runs import events_of, small_settings
-
-THREADS = f"cluster.threads_per_worker={max(1, (os.cpu_count() or 1) // 2)}"
-"""Setting for as many threads as in the run without faults."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +45,6 @@ def gated_settings(name: str, storage: Path, policy: Path, gates: Gates) -> list
         *SETTINGS,
         *gates.settings(),
         "cluster.cpus_per_worker=2",
-        THREADS,
         "run.hang_seconds=600",
     ]
 

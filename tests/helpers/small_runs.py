@@ -32,11 +32,16 @@ def short_warm_up(name: str, folder: Path, steps: int) -> Path:
 
 
 def small_settings(name: str, storage_path: Any, policy: Path) -> list[str]:
-    """Return the overrides of a run whose steps take a fraction of a second."""
+    """Return the overrides of a run whose steps take a fraction of a second.
+
+    Its workers have one thread, wherever they run, so that equal runs add in the same order, and a cluster that was
+    started for such workers forks them from its warm server.
+    """
     return [
         f"run.name={name}",
         f"run.storage_path={storage_path}",
         "run.max_failures=0",
+        "cluster.threads_per_worker=1",
         f"model.path={policy}",
         "data.heldout_limit=24",
         "grpo.prompts_per_step=4",

@@ -60,11 +60,9 @@ def test_check_of_a_sound_config_passes(
 
 
 @pytest.mark.main_path
-def test_train_job_takes_its_steps(address: str, policy: Path, tmp_path: Path) -> None:
+def test_train_job_takes_its_steps(policy: Path, tmp_path: Path) -> None:
     config = ["jobs/configs/arithmetic.yaml", *small_settings("job", tmp_path, policy)]
-    # The number of threads with which the tests' cluster has its libraries imported.
-    one = ["cluster.num_workers=1", "cluster.threads_per_worker=1"]
-    text = output_of("jobs/train.py", *config, *one, RAY_ADDRESS=address)
+    text = output_of("jobs/train.py", *config, "cluster.num_workers=1")
     assert "step 4/4" in text
     summary = json.loads((tmp_path / "job" / "summary.json").read_text())
     assert summary["steps"] == 4 and summary["heldout_after"] is not None

@@ -1,11 +1,10 @@
 """Adapters of every type in a real engine: proven syncs, equal log-probabilities, an untouched learner."""
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from adapters import SMALL, VARIANTS
+from worker_tasks import call_in_worker
 
 from grpo_ray.config.peft_fields import NOT_QUANTIZED
 
@@ -42,7 +41,7 @@ def test_engine_has_the_merged_adapter(
 ) -> None:
     from adapter_probe import STEPS, observe_adapters
 
-    found = in_worker(observe_adapters, str(policy), dtype, names, method)
+    found = call_in_worker(observe_adapters, str(policy), dtype, names, method)
     assert found.keys() == set(names)
     for name, seen in found.items():
         print(name, [f"{gap:.1e}" for gap in seen.gaps], f"{seen.moved:.1e}")
@@ -70,7 +69,7 @@ def test_engine_applies_the_adapter_of_its_requests(
 ) -> None:
     from adapter_probe import STEPS, observe_request
 
-    seen = in_worker(observe_request, str(policy), dtype, name, setting)
+    seen = call_in_worker(observe_request, str(policy), dtype, name, setting)
     print([f"{gap:.1e}" for gap in seen.gaps], f"{seen.moved:.1e}", seen.faults)
     assert len(seen.gaps) == STEPS + 1 and max(seen.gaps) < REQUEST_TOLERANCE[dtype]
     assert seen.moved > 0.05 and seen.is_kept
@@ -101,7 +100,7 @@ def test_engine_applies_the_adapter_of_its_requests(
 def test_engine_reads_the_learners_base_in_four_bits(cluster: None, policy: Path) -> None:
     from adapter_probe import STEPS, observe_int4
 
-    seen, faults = in_worker(observe_int4, str(policy))
+    seen, faults = call_in_worker(observe_int4, str(policy))
     print([f"{gap:.1e}" for gap in seen.gaps], f"{seen.moved:.1e}", faults)
     assert len(seen.gaps) == STEPS + 1 and max(seen.gaps) < 0.01
     assert seen.moved > 0.05 and seen.is_kept
@@ -141,18 +140,6 @@ def test_engines_weights_take_what_is_estimated(
     )
     Qwen2ForCausalLM(config).bfloat16().save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    stored, estimated = in_worker(weigh_engine, str(tmp_path), "model.lora={rank: 16}", setting)
+    stored, estimated = call_in_worker(weigh_engine, str(tmp_path), "model.lora={rank: 16}", setting)
     print(stored, estimated)
     assert estimated == pytest.approx(stored, rel=0.1)
-
-
-def in_worker(probe: Callable[..., Any], *arguments: Any) -> Any:
-    """Run a probe in a process of its own, as a worker."""
-    import ray
-
-    from grpo_ray.config.loader import load_config
-    from grpo_ray.evaluation.evaluate import worker_environment
-
-    environment = worker_environment(load_config(), threads=1)
-    task = ray.remote(max_calls=1)(probe).options(runtime_env={"env_vars": environment})
-    return ray.get(task.remote(*arguments))

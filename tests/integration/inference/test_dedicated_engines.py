@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from worker_tasks import call_in_worker
 
 from grpo_ray.device import LOGICAL_GPUS
 from grpo_ray.resilience.gpu_driver import cuda_of_torch
@@ -15,14 +16,8 @@ LORA = ("model.lora={rank: 4, target_modules: [q_proj, v_proj, up_proj]}", "engi
 def in_task(name: str, *arguments: str, **variables: str) -> Any:
     """Call a function of `dedicated_probe` in a Ray task with the environment of a worker, and further variables."""
     import dedicated_probe
-    import ray
 
-    from grpo_ray.config.loader import load_config
-    from grpo_ray.evaluation.evaluate import worker_environment
-
-    environment = worker_environment(load_config(), threads=1) | variables
-    task = ray.remote(max_calls=1)(getattr(dedicated_probe, name))
-    return ray.get(task.options(runtime_env={"env_vars": environment}).remote(*arguments))
+    return call_in_worker(getattr(dedicated_probe, name), *arguments, **variables)
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from worker_tasks import call_in_worker
 
 pytestmark = pytest.mark.slow
 
@@ -11,15 +12,9 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def observed(cluster: None, policy: Path) -> dict[str, Any]:
     """Return the values that `engine_options_probe.observe` collects in a Ray task."""
-    import ray
     from engine_options_probe import observe
 
-    from grpo_ray.config.loader import load_config
-    from grpo_ray.evaluation.evaluate import worker_environment
-
-    environment = worker_environment(load_config(), threads=2)
-    task = ray.remote(max_calls=1)(observe).options(runtime_env={"env_vars": environment})
-    return ray.get(task.remote(str(policy)))
+    return dict(call_in_worker(observe, str(policy)))
 
 
 def test_engine_option_has_its_effect_in_training(observed: dict[str, Any]) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from sampling_probe import COMBINATIONS, FORM, FORMED
+from worker_tasks import call_in_worker
 
 from grpo_ray.config.sampling import PROCESSING
 
@@ -31,15 +32,9 @@ def formed_gaps(cluster: None, policy: Path) -> dict[str, dict[str, Any]]:
 
 def observe(policy: Path, dtype: str, formed: bool = False) -> dict[str, dict[str, Any]]:
     """Return the observations of `sampling_probe.measure_gaps`, made in a Ray task."""
-    import ray
     from sampling_probe import measure_gaps
 
-    from grpo_ray.config.loader import load_config
-    from grpo_ray.evaluation.evaluate import worker_environment
-
-    environment = worker_environment(load_config(), threads=2)
-    task = ray.remote(max_calls=1)(measure_gaps).options(runtime_env={"env_vars": environment})
-    found: dict[str, dict[str, Any]] = ray.get(task.remote(str(policy), dtype, formed))
+    found: dict[str, dict[str, Any]] = call_in_worker(measure_gaps, str(policy), dtype, formed)
     for name, row in found.items():  # the table of docs/architecture.md
         print(dtype, name, json.dumps({key: value for key, value in row.items() if isinstance(value, float)}))
     return found

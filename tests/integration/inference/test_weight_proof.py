@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from worker_group import run_workers
+from worker_tasks import call_in_worker
 
 VARIANTS = {
     "float32": ["model.dtype=float32"],
@@ -35,15 +36,9 @@ QUICK = "bfloat16, LoRA"
 )
 def observed(request: pytest.FixtureRequest, cluster: None, policy: Path) -> dict[str, Any]:
     """Return the values that `planted_sync_faults.observe_faults` collects in a Ray task."""
-    import ray
     from planted_sync_faults import observe_faults
 
-    from grpo_ray.config.loader import load_config
-    from grpo_ray.evaluation.evaluate import worker_environment
-
-    environment = worker_environment(load_config(), threads=2)
-    task = ray.remote(max_calls=1)(observe_faults).options(runtime_env={"env_vars": environment})
-    return ray.get(task.remote(str(policy), VARIANTS[request.param])) | {"variant": request.param}
+    return call_in_worker(observe_faults, str(policy), VARIANTS[request.param]) | {"variant": request.param}
 
 
 def test_checksums_find_every_planted_fault_and_accuse_no_right_weights(observed: dict[str, Any]) -> None:

@@ -4,22 +4,17 @@ from pathlib import Path
 
 import pytest
 from documents import blocks
+from worker_tasks import call_in_worker
 
 
 def test_loop_of_the_page_trains(cluster: None, policy: Path) -> None:
-    import ray
     from minimal_loop import run_loop
-
-    from grpo_ray.config.loader import load_config
-    from grpo_ray.evaluation.evaluate import worker_environment
 
     [loop] = [each.text for each in blocks("python") if each.source == "docs/architecture.md"]
     assert len([line for line in loop.splitlines() if line]) <= 30
     sizes = ["cluster.num_workers=1", "grpo.prompts_per_step=2", "grpo.num_generations=4", "grpo.max_steps=3"]
     settings = ["rewards.functions=['reward_spies:vary']", "grpo.learning_rate=1e-3", "grpo.micro_batch_size=8"]
-    environment = worker_environment(load_config(), threads=2)
-    task = ray.remote(max_calls=1)(run_loop).options(runtime_env={"env_vars": environment})
-    observed = ray.get(task.remote(loop, str(policy), [*sizes, *settings]))
+    observed = call_in_worker(run_loop, loop, str(policy), [*sizes, *settings])
     assert observed["steps"] == 3 and observed["proofs"] == 3
     assert len(observed["gaps"]) == 3 and max(observed["gaps"]) < 1e-4
     assert observed["moved"] == pytest.approx(3e-3, rel=0.5)  # AdamW moves each weight by about the learning rate

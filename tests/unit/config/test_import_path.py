@@ -63,7 +63,10 @@ def test_library_that_a_module_imports_is_not_looked_for_on_the_path(
         ("x = 1\ny = z\n", "NameError: name 'z' is not defined ({file}, line 2)"),
         ("import sys\n\nsys.exit('no\\nGPU')\n", "SystemExit: no GPU ({file}, line 3)"),
         ("import os\nos.environ['NO_KEY']\n", "KeyError: 'NO_KEY' ({file}, line 2)"),
-        ("import json\njson.loads('')\n", "JSONDecodeError: Expecting value: line 1 column 1 (char 0) ({file}, line 2)"),
+        (
+            "import json\njson.loads('')\n",
+            "JSONDecodeError: Expecting value: line 1 column 1 (char 0) ({file}, line 2)",
+        ),
         (
             "from packaging.version import Version\n\nVersion('new')\n",
             "InvalidVersion: Invalid version: 'new' ({file}, line 3)",
