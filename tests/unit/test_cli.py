@@ -106,6 +106,13 @@ def test_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> N
         ("rewards.functions=[corectness]", "unknown reward 'corectness'; did you mean correctness?"),
         ("data.train=./missing.jsonl", "missing.jsonl: no such file or folder"),
         ("data.train=arithmetc", "did you mean arithmetic?"),
+        ("data.train=math500", "data.train: math500 is a benchmark and is not trained on; name it in data.heldout"),
+        ("data.heldout=math500=./missing.jsonl", "missing.jsonl: no such file or folder"),
+        ("data.heldout={own: gpqa=./missing.csv}", "data.heldout.own: "),
+        ("heldout.score=no_module:score", "'no_module:score' cannot be imported"),
+        ("rollout.tools=[grpo_ray.tools.examples:multipy]", "has no 'multipy'; did you mean multiply?"),
+        ("rollout.environment=no_module:Game", "rollout.environment: 'no_module:Game' cannot be imported"),
+        ("rollout.function=no_module:play", "rollout.function: 'no_module:play' cannot be imported"),
         ("model.path=./missing", "missing: there is no such folder"),
     ],
 )
@@ -113,7 +120,8 @@ def test_missing_name_is_refused_before_libraries_are_loaded(
     command: str, override: str, message: str, tmp_path: Path, loaded: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = tmp_path / "run.yaml"
-    config.write_text(f"run: {{storage_path: {tmp_path / 'runs'}}}\n")
+    # With the short limit of `chaos`, calls of tools could take longer than a hang.
+    config.write_text(f"run: {{storage_path: {tmp_path / 'runs'}, hang_seconds: 900}}\n")
     assert main([command, str(config), override]) == 2
     assert message in capsys.readouterr().err
     assert loaded == [] and not (tmp_path / "runs").exists()
@@ -123,6 +131,28 @@ def test_missing_checkpoint_is_refused_at_once(tmp_path: Path, capsys: pytest.Ca
     for path in (tmp_path / "checkpoint-000001", Path("no/such/checkpoint-000001")):
         assert main(["eval", str(path)]) == 2
         assert capsys.readouterr().err == f"grpo-ray: {path}: there is no such checkpoint\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--suite", "math500=./missing.jsonl"], "missing.jsonl: no such file or folder"),
+        (["rollout.tools=[no_module:search]"], "rollout.tools: 'no_module:search' cannot be imported"),
+        (["rollout.function=no_module:play"], "rollout.function: 'no_module:play' cannot be imported"),
+        (["heldout.score=no_module:score"], "'no_module:score' cannot be imported"),
+    ],
+)
+def test_missing_name_is_refused_before_eval_needs_ray(
+    words: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setitem(sys.modules, "grpo_ray.driver.cluster.connection", None)
+    assert main(["eval", str(tmp_path), *words]) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_run_folder_in_place_of_a_checkpoint_names_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
