@@ -585,14 +585,16 @@ class EnginePool:
             pass
         engine.shard = None
 
-    @property
-    def _may_go_on(self) -> bool:
-        """True if an engine runs, or one that has not yet failed too often starts, or is about to start again."""
-        chances = {n for n in range(self._least) if 0 < self._failed_starts.get(n, 0) < MAX_FAILED_STARTS}
-        return bool(chances) or any(
-            each.facts is not None or self._failed_starts.get(each.number, 0) < MAX_FAILED_STARTS
-            for each in self._engines.values()
+    def _may_still_run(self) -> bool:
+        """Return True if an engine runs, or one that has not failed to start too often starts or will start again."""
+        runs = any(engine.facts is not None for engine in self._engines.values())
+        starts = any(self._failed_starts.get(number, 0) < MAX_FAILED_STARTS for number in self._engines)
+        # Between two starts. Further engines do not count, since they may get no place any more; nor do engines without
+        # a failed start, which still wait for their place.
+        starts_again = any(
+            number < self._least and 0 < failed < MAX_FAILED_STARTS for number, failed in self._failed_starts.items()
         )
+        return runs or starts or starts_again
 
     def _require_weights_of(self, lost: Engine, reason: str) -> None:
         """End the attempt if nobody can send the weights again that an engine had or waited for."""
@@ -619,7 +621,7 @@ class EnginePool:
                 # Wrong weights, a prompt that is too long, a node that does not fit: another engine would fail too.
                 self._error = cause if is_current else self._error
             elif engine.facts is None:
-                if failed_starts >= MAX_FAILED_STARTS and not self._may_go_on:
+                if failed_starts >= MAX_FAILED_STARTS and not self._may_still_run():
                     self._error = EngineError(f"engine {engine.number} cannot be started: {text}")
             else:
                 self._lost += 1
