@@ -13,6 +13,7 @@ import select
 import shlex
 import signal
 import sys
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -86,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if is_memory_kill(error):
             print(f"grpo-ray: a process of Ray died: {MEMORY_ADVICE}", file=sys.stderr)
             return 1
-        if isinstance(error, OSError) and error.errno in UNUSABLE_PATH:
+        if isinstance(error, OSError) and error.errno in UNUSABLE_PATH and _is_opened_by_us(error):
             print(f"grpo-ray: {error}; check the permissions, or name another file or folder", file=sys.stderr)
             return 2
         if not isinstance(error, OSError) or not (is_full(error) or is_transient(error)):
@@ -103,6 +104,18 @@ def _has_lost_reader(stream: TextIO) -> bool:
     poll = select.poll()
     poll.register(stream.fileno(), 0)  # errors are reported in any case
     return any(event & select.POLLERR for _, event in poll.poll(0))
+
+
+def _is_opened_by_us(error: OSError) -> bool:
+    """Return True if an error is about a file that this package opened: one that the user named, or one of the run.
+
+    Where another library opened the file, such as one of its cache, the traceback has to show which library that was.
+    """
+    modules = (str(frame.f_globals.get("__name__")) for frame, _ in traceback.walk_tb(error.__traceback__))
+    packages = [module.partition(".")[0] for module in modules]
+    # Python's own modules and pyarrow open files for their caller.
+    opener = next(each for each in reversed(packages) if each not in (*sys.stdlib_module_names, "pyarrow"))
+    return opener in ("grpo_ray", "__main__")  # the latter is this module, run by `python -m`
 
 
 class CommandParser(argparse.ArgumentParser):

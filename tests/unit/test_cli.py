@@ -9,7 +9,7 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -22,6 +22,7 @@ from grpo_ray.config import loader
 from grpo_ray.config.schema import Config
 from grpo_ray.errors import ConfigError
 from grpo_ray.resilience.error_triage import MEMORY_ADVICE
+from grpo_ray.storage.run_folder import RunFolder
 
 JOBS = Path(__file__).parents[2] / "jobs"
 
@@ -165,18 +166,37 @@ def test_run_folder_in_place_of_a_checkpoint_names_one(tmp_path: Path, capsys: p
     )
 
 
-def test_file_that_the_user_may_not_write_is_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+LONG_NAME = "x" * 300
+"""Name of a file that no file system can have: tests may be run by a user who has every permission."""
+
+
+def write_named_file(folder: Path) -> None:
+    cli.write_json(str(folder / LONG_NAME), {})
+
+
+def write_file_of_the_run(folder: Path) -> None:
+    """Write a file through pyarrow."""
+    RunFolder(str(folder), "run").write_text("", LONG_NAME)
+
+
+@pytest.mark.parametrize("opens", [write_named_file, write_file_of_the_run])
+def test_unusable_file_that_the_command_opens_is_one_line(
+    opens: Callable[[Path], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def refused(arguments: object) -> int:
-        raise PermissionError(errno.EACCES, "Permission denied", "/runs/of/others/report.html")
+    monkeypatch.setattr(cli, "run_report", lambda arguments: opens(tmp_path))
+    assert main(["report", "run"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("grpo-ray: [Errno 36] ") and LONG_NAME in line
+    assert line.endswith("; check the permissions, or name another file or folder")
+
+
+def test_unusable_file_that_a_library_opens_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(arguments: object) -> int:  # this module stands for the library
+        raise PermissionError(errno.EACCES, "Permission denied", "/cache/of/others/kernel.so")
 
     monkeypatch.setattr(cli, "run_report", refused)
-    assert main(["report", "/runs/of/others"]) == 2
-    assert capsys.readouterr().err == (
-        "grpo-ray: [Errno 13] Permission denied: '/runs/of/others/report.html'; check the permissions, or name "
-        "another file or folder\n"
-    )
+    with pytest.raises(PermissionError, match=r"kernel\.so"):
+        main(["report", "run"])
 
 
 def test_report_options_between_runs() -> None:
