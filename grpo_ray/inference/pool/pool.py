@@ -532,7 +532,8 @@ class EnginePool:
                     *(each.pid.options(concurrency_group=CONTROL).remote() for each in engine.processes),
                     return_exceptions=True,
                 )
-                ended, _ = await asyncio.wait([task, answers], timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+                either: list[asyncio.Future[Any]] = [task, answers]
+                ended, _ = await asyncio.wait(either, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
                 if not ended:
                     raise TimeoutError(f"its process has not answered for {limit:g} s (run.hang_seconds)")
             await task
