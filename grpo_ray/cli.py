@@ -13,6 +13,7 @@ import select
 import shlex
 import signal
 import sys
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -86,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if is_memory_kill(error):
             print(f"grpo-ray: a process of Ray died: {MEMORY_ADVICE}", file=sys.stderr)
             return 1
-        if isinstance(error, OSError) and error.errno in UNUSABLE_PATH:
+        if isinstance(error, OSError) and error.errno in UNUSABLE_PATH and _is_opened_by_us(error):
             print(f"grpo-ray: {error}; check the permissions, or name another file or folder", file=sys.stderr)
             return 2
         if not isinstance(error, OSError) or not (is_full(error) or is_transient(error)):
@@ -103,6 +104,18 @@ def _has_lost_reader(stream: TextIO) -> bool:
     poll = select.poll()
     poll.register(stream.fileno(), 0)  # errors are reported in any case
     return any(event & select.POLLERR for _, event in poll.poll(0))
+
+
+def _is_opened_by_us(error: OSError) -> bool:
+    """Return True if an error is about a file that this package opened: one that the user named, or one of the run.
+
+    Where another library opened the file, such as one of its cache, the traceback has to show which library that was.
+    """
+    modules = (str(frame.f_globals.get("__name__")) for frame, _ in traceback.walk_tb(error.__traceback__))
+    packages = [module.partition(".")[0] for module in modules]
+    # Python's own modules and pyarrow open files for their caller.
+    opener = next(each for each in reversed(packages) if each not in (*sys.stdlib_module_names, "pyarrow"))
+    return opener in ("grpo_ray", "__main__")  # the latter is this module, run by `python -m`
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -407,7 +420,7 @@ def run_stages(arguments: argparse.Namespace) -> int:
     """Run the stages of a YAML one after the other, from the first one that has not ended."""
     stages = load_stages(arguments.config, arguments.overrides)
     for stage in stages:
-        check_rewards(stage.config)
+        check_functions(stage.config)
     load_libraries(stages.stages[-1].config, "grpo_ray.driver.stage_runs")  # the last stage is checked first
     from grpo_ray.driver.stage_runs import StageResult, train_stages
     from grpo_ray.driver.tables import print_summary
@@ -493,7 +506,7 @@ def check_each_stage(arguments: argparse.Namespace) -> int:
             )
     stages = load_stages(arguments.config, arguments.overrides)
     for stage in stages:
-        check_rewards(stage.config)
+        check_functions(stage.config)
     from grpo_ray.driver.stage_runs import check_stages, unfinished_stages
 
     remaining = unfinished_stages(stages)
@@ -632,6 +645,7 @@ def run_eval(arguments: argparse.Namespace) -> int:
     checkpoint = absolute_model(arguments.checkpoint)  # tasks of the cluster have other working folders
     config = load_eval_config(arguments)
     require_checkpoint(checkpoint)
+    check_scoring_and_turns(config)
     from grpo_ray.data.registry import require_local_files
 
     require_local_files(config)
@@ -911,27 +925,48 @@ def load_chaos_config(arguments: argparse.Namespace) -> Config:
 
 
 def check_names(config: Config) -> Config:
-    """Load the rewards of a config and find its local files, and return it.
+    """Load the functions that a config names and find its local files, and return it.
 
     A misspelled name then fails before libraries are imported and Ray is started.
 
     Raises:
-        GrpoRayError: a reward cannot be loaded, or files of problems or the policy's folder do not exist.
+        GrpoRayError: a function cannot be loaded, or files of problems or the policy's folder do not exist.
     """
     from grpo_ray.data.registry import require_local_files
 
-    check_rewards(config)
+    check_functions(config)
     require_local_files(config)
     if os.path.isabs(config.model.path) and not os.path.isdir(config.model.path):
         raise ConfigError(f"model.path={config.model.path}: there is no such folder")
     return config
 
 
-def check_rewards(config: Config) -> None:
-    """Load the rewards of a config, so that a misspelled name fails before heavy imports. Raises RewardError."""
+def check_functions(config: Config) -> None:
+    """Load the rewards of a config, and what `check_scoring_and_turns` loads, before heavy imports.
+
+    Raises:
+        ConfigError: a tool, an environment or the rollout function cannot be loaded.
+        RewardError: a reward cannot be loaded.
+    """
     from grpo_ray.rewards.registry import load_rewards
 
     load_rewards(config.rewards)
+    check_scoring_and_turns(config)
+
+
+def check_scoring_and_turns(config: Config) -> None:
+    """Load the held-out score of a config, its tools, environments and rollout function; raises as `check_functions`.
+
+    Measuring a checkpoint uses them too, but not all of the run's rewards.
+    """
+    from grpo_ray.evaluation.scores import heldout_scores
+    from grpo_ray.inference.rollout_function import load_rollout_function
+    from grpo_ray.tools.definitions import require_importable
+
+    heldout_scores(config)
+    require_importable(config.rollout)
+    if config.rollout.function is not None:
+        load_rollout_function(config.rollout)
 
 
 def load_eval_config(arguments: argparse.Namespace) -> Config:

@@ -149,6 +149,11 @@ class BenchmarkShard:
             yield problem if self.system_prompt is None else problem.with_system_prompt(self.system_prompt)
 
 
+def not_trained_on(benchmark: Benchmark) -> DataError:
+    """Return the error of a benchmark that `data.train` names."""
+    return DataError(f"{benchmark.name} is a benchmark and is not trained on; name it in data.heldout")
+
+
 def benchmark_shards(benchmark: Benchmark, path: str, split: str, system_prompt: str | None) -> list[BenchmarkShard]:
     """Return the shards of a benchmark.
 
@@ -160,7 +165,7 @@ def benchmark_shards(benchmark: Benchmark, path: str, split: str, system_prompt:
         DataError: `split` is "train", or the files cannot be read.
     """
     if split == "train":
-        raise DataError(f"{benchmark.name} is a benchmark and is not trained on; name it in data.heldout")
+        raise not_trained_on(benchmark)
     form = FORMS[benchmark.name]
     files = file_shards(path, form.columns)
     # Rows without a solution are different tasks even if their questions are equal.

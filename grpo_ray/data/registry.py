@@ -15,7 +15,7 @@ from grpo_ray.config.schema import Config, DataConfig
 from grpo_ray.config.similar_names import suggestion
 from grpo_ray.config.sources import TrainingSource, names_files
 from grpo_ray.data.arithmetic import arithmetic_problems
-from grpo_ray.data.benchmarks import benchmark_shards
+from grpo_ray.data.benchmarks import benchmark_shards, not_trained_on
 from grpo_ray.data.deepmath import deepmath_shards, hub_shards
 from grpo_ray.data.files import FileShard, file_shards, find_files
 from grpo_ray.data.gsm8k import gsm8k_shards
@@ -166,11 +166,29 @@ def _require_known_name(name: str) -> None:
     )
 
 
+def _local_path(name: str, is_trained_on: bool) -> str | None:
+    """Return the path of a dataset's files on local disk; None for a dataset that is elsewhere, or is generated.
+
+    Raises:
+        DataError: there is no dataset of this name, or it is a benchmark and is trained on.
+    """
+    if found := find_benchmark(name):
+        benchmark, path = found
+        if is_trained_on:
+            raise not_trained_on(benchmark)
+    elif name in DATASETS or _is_hub_id(name):
+        return None
+    else:
+        _require_known_name(name)
+        path = name
+    return None if "://" in path else path
+
+
 def require_local_files(config: Config) -> None:
     """Find the files of all datasets of a config that are on local disk, without reading them.
 
     Raises:
-        DataError: a dataset has none; the message names the field.
+        DataError: a dataset has none, or is a benchmark and is trained on; the message names the field.
     """
     training = {name: source.dataset for name, source in config.training_sources.items()}
     heldout = {
@@ -178,11 +196,9 @@ def require_local_files(config: Config) -> None:
     }
     for field, datasets in (("data.train", training), ("data.heldout", heldout)):
         for key, name in datasets.items():
-            if name in DATASETS or find_benchmark(name) or _is_hub_id(name) or "://" in name:
-                continue
             try:
-                _require_known_name(name)
-                retry_transient(partial(find_files, name))
+                if (path := _local_path(name, is_trained_on=field == "data.train")) is not None:
+                    retry_transient(partial(find_files, path))
             except DataError as error:
                 raise DataError(f"{field}.{key}: {error}" if key else f"{field}: {error}") from None
 

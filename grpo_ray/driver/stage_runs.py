@@ -34,7 +34,7 @@ from grpo_ray.driver.preflight.same_run import read_recorded_config
 from grpo_ray.driver.run import prepare
 from grpo_ray.driver.stage_config import RunStage, Stages
 from grpo_ray.driver.summary import RunSummary
-from grpo_ray.errors import CheckpointError, ConfigError, DamagedFileError, GrpoRayError
+from grpo_ray.errors import CheckpointError, ConfigError, DamagedFileError, GrpoRayError, TakenRunError
 from grpo_ray.export.checkpoint import describe_origin, export, find_checkpoint
 from grpo_ray.models.adapter_folders import ADAPTER_CONFIG
 from grpo_ray.models.shards import POLICY_SHARDS
@@ -42,6 +42,7 @@ from grpo_ray.observers.terminal.progress import ProgressLine, build_progress
 from grpo_ray.resilience.chaos import Fault
 from grpo_ray.storage.checkpoint_integrity import find_faults
 from grpo_ray.storage.checkpoints import CheckpointInfo, list_checkpoints, require_listed_files
+from grpo_ray.storage.lease import RunLease
 from grpo_ray.storage.run_folder import RunFolder
 from grpo_ray.storage.stage_folders import POLICIES, STAGES_FILE
 from grpo_ray.storage.uris import split_path
@@ -286,6 +287,7 @@ def policy_after(stage: RunStage, folder: RunFolder, trust_remote_code: bool = F
 
     Raises:
         CheckpointError: the stage has no complete checkpoint, or its best one is damaged.
+        TakenRunError: another driver exports it.
     """
     checkpoint = find_checkpoint(run_folder(stage).address_of())
     require_listed_files(checkpoint)
@@ -294,18 +296,44 @@ def policy_after(stage: RunStage, folder: RunFolder, trust_remote_code: bool = F
         if faults := find_faults(replace(checkpoint, files=files)):
             raise CheckpointError(f"stage {stage.name}: {checkpoint.uri} is damaged: {'; '.join(faults)}")
         return checkpoint.folder.address_of(checkpoint.name)
-    origin = describe_origin(checkpoint, None)
-    name, record = stage.folder_name, f"{stage.folder_name}.json"
-    # The record is written last: without it, a killed driver may have left a part of the policy.
-    is_recorded = folder.exists(POLICIES, record) and folder.read_json(POLICIES, record) == origin
-    if not (is_recorded and folder.exists(POLICIES, name, "config.json")):
+    _export_once(checkpoint, stage.folder_name, folder, trust_remote_code)
+    return folder.address_of(POLICIES, stage.folder_name)
+
+
+def _export_once(checkpoint: CheckpointInfo, name: str, folder: RunFolder, trust_remote_code: bool) -> None:
+    """Export a checkpoint to `policies/<name>`, unless it is there already.
+
+    A second driver of the same stages is refused meanwhile. It would otherwise delete the policy that the first one has
+    just exported, and that workers may already read: a stage's own lease begins after its policy is there.
+
+    Raises:
+        TakenRunError: another driver exports a policy of these stages.
+    """
+    origin, record = describe_origin(checkpoint, None), f"{name}.json"
+
+    def is_exported() -> bool:
+        # The record is written last: without it, a killed driver may have left a part of the policy.
+        is_recorded = folder.exists(POLICIES, record) and folder.read_json(POLICIES, record) == origin
+        return is_recorded and folder.exists(POLICIES, name, "config.json")
+
+    if is_exported():
+        return
+    try:
+        lease = RunLease.acquire(folder, None, print)
+    except TakenRunError:
+        raise TakenRunError(
+            f"another driver exports the policy {folder.uri_of(POLICIES, name)} for the next stage; let it go on, or "
+            "end it and run the same command again"
+        ) from None
+    with lease:
+        if is_exported():  # by another driver, which has released the lease just now
+            return
         folder.delete_folder(POLICIES, name)
         with tempfile.TemporaryDirectory(prefix="grpo_ray-stage-") as scratch:
             target = Path(scratch, name)
             export(checkpoint.folder.address_of(checkpoint.name), target, trust_remote_code=trust_remote_code)
             folder.upload(target, POLICIES, name)
         folder.write_json(origin, POLICIES, record)
-    return folder.address_of(POLICIES, name)
 
 
 def _needs_export(checkpoint: CheckpointInfo) -> bool:

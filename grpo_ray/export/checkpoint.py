@@ -4,23 +4,26 @@ A LoRA adapter is merged. The other files of a checkpoint (optimizer, random sta
 are left out, and nothing is unpickled.
 """
 
+import errno
 import json
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from grpo_ray.config.heldout_keys import heldout_keys, ranking_metric
 from grpo_ray.config.recorded import RECORDED_CONFIG
 from grpo_ray.config.schema import RunConfig
-from grpo_ray.errors import CheckpointError, ConfigError, DamagedFileError
+from grpo_ray.errors import CheckpointError, ConfigError, DamagedFileError, GrpoRayError
 from grpo_ray.export import model_card
 from grpo_ray.export.card_facts import gather_facts
 from grpo_ray.models.adapter_folders import base_policy_path, fetch_from_run, has_adapter, write_policy
 from grpo_ray.models.plausible_policy import require_plausible_policy
 from grpo_ray.storage.checkpoint_integrity import find_faults
 from grpo_ray.storage.checkpoints import (
+    MANIFEST,
     PREFIX,
     CheckpointInfo,
     best_checkpoint,
@@ -61,8 +64,8 @@ def export(
         URI of the exported checkpoint.
 
     Raises:
-        CheckpointError: there is no complete checkpoint, it is damaged, or it has files that its manifest does not
-            list.
+        CheckpointError: there is no complete checkpoint, it is damaged, it has files that its manifest does not list,
+            or its run deletes it meanwhile.
         ConfigError: the target exists, or the base policy of an adapter does not exist.
         DamagedFileError: the run folder has links that lead out of it, or files that grpo_ray does not write.
     """
@@ -76,25 +79,65 @@ def export(
         on_progress(f"{target} has the export of {checkpoint.uri} already; it is left as it is")
         return checkpoint.uri
     on_progress(f"reading {checkpoint.uri}")
-    if faults := find_faults(checkpoint):
-        raise CheckpointError(f"{checkpoint.uri} is damaged: {'; '.join(faults)}")
-    require_listed_files(checkpoint)
-    card = model_card.render_card(gather_facts(checkpoint))
+    with _while_kept(checkpoint):
+        if faults := find_faults(checkpoint):
+            raise CheckpointError(f"{checkpoint.uri} is damaged: {'; '.join(faults)}")
+        require_listed_files(checkpoint)
+        card = model_card.render_card(gather_facts(checkpoint))
     target.parent.mkdir(parents=True, exist_ok=True)
     with (
         tempfile.TemporaryDirectory(prefix="grpo_ray-export-") as scratch,
         tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as staging,
     ):
-        local = fetch_from_run(checkpoint.folder, checkpoint.name, scratch)
-        require_plausible_policy(local)
-        base_policy = base_policy_path(local, checkpoint.folder, scratch) if has_adapter(local) else None
-        on_progress(f"writing {target}")
         folder = Path(staging, target.name)
-        write_policy(local, base_policy, folder, dtype, trust_remote_code)
+        with _while_kept(checkpoint, checkpoint.files):
+            local = fetch_from_run(checkpoint.folder, checkpoint.name, scratch)
+            require_plausible_policy(local)
+            base_policy = base_policy_path(local, checkpoint.folder, scratch) if has_adapter(local) else None
+            on_progress(f"writing {target}")
+            write_policy(local, base_policy, folder, dtype, trust_remote_code)
         (folder / model_card.FILE).write_text(card, encoding="utf-8")
         (folder / ORIGIN).write_text(json.dumps(origin, indent=2) + "\n", encoding="utf-8")
-        os.rename(folder, target)
+        _move_to_new(folder, target)
     return checkpoint.uri
+
+
+@contextmanager
+def _while_kept(checkpoint: CheckpointInfo, files: Iterable[str] = ()) -> Iterator[None]:
+    """Read a checkpoint in the block, and check after it that its run, which may go on, has not deleted it meanwhile.
+
+    Libraries read some files only if they exist, so a deletion during the block may fail nothing in it.
+
+    Args:
+        files: files of the checkpoint that existed before the block.
+
+    Raises:
+        CheckpointError: the manifest or one of the files is missing after the block, even if the block has failed.
+    """
+
+    def require_kept() -> None:
+        if {MANIFEST, *files} - checkpoint.folder.file_sizes(checkpoint.name).keys():
+            raise CheckpointError(
+                f"{checkpoint.uri} was deleted while it was exported: its run goes on, and keeps run.keep_checkpoints "
+                "of its checkpoints; run the same command again, or name another checkpoint"
+            )
+
+    try:
+        yield
+    except (FileNotFoundError, GrpoRayError):
+        require_kept()
+        raise
+    require_kept()
+
+
+def _move_to_new(folder: Path, target: Path) -> None:
+    """Move a folder to a path at which there is nothing, or an empty folder. Raises ConfigError for any other path."""
+    try:
+        os.rename(folder, target)
+    except OSError as error:  # another export may have written it meanwhile
+        if error.errno in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
+            raise ConfigError(f"{target} exists; name a new folder") from None
+        raise
 
 
 def describe_origin(checkpoint: CheckpointInfo, dtype: str | None) -> dict[str, Any]:

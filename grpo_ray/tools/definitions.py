@@ -114,10 +114,23 @@ def load_definition(config: RolloutConfig) -> RolloutDefinition:
     """
     shared = _tool_set([_function(path) for path in config.tools], "rollout.tools")
     environments = {
-        name: _environment(path, dict(config.settings.get(path, {})), shared)
-        for name, path in config.environments.items()
+        name: _environment(path, config.settings.get(path, {}), shared) for name, path in config.environments.items()
     }
     return RolloutDefinition(config.tools, shared, environments, config.settings)
+
+
+def require_importable(config: RolloutConfig) -> None:
+    """Check the functions and classes that the section `rollout` names as far as that needs no heavy library.
+
+    Their descriptions, which `load_definition` makes too, need transformers.
+
+    Raises:
+        ConfigError: something does not exist, or an environment cannot be created.
+    """
+    for path in config.tools:
+        _function(path)
+    for path in config.environments.values():
+        _environment_class(path, config.settings.get(path, {}))
 
 
 def measuring_arguments(config: Config) -> dict[str, Any]:
@@ -163,7 +176,7 @@ def _function(path: str) -> Callable[..., Any]:
     return function
 
 
-def _environment(path: str, settings: Mapping[str, Any], shared: ToolSet) -> EnvironmentFacts:
+def _environment_class(path: str, settings: Mapping[str, Any]) -> type:
     environment = import_callable(path, "rollout.environment")
     if not inspect.isclass(environment):
         raise ConfigError(f"rollout.environment: {path!r} must be a class; got {type(environment).__name__}")
@@ -173,6 +186,11 @@ def _environment(path: str, settings: Mapping[str, Any], shared: ToolSet) -> Env
         inspect.signature(environment).bind(**settings)
     except TypeError as error:
         raise ConfigError(f"rollout.settings: {path!r} cannot be created with {dict(settings)}: {error}") from None
+    return environment
+
+
+def _environment(path: str, settings: Mapping[str, Any], shared: ToolSet) -> EnvironmentFacts:
+    environment = _environment_class(path, settings)
     tools = _tool_set([*own_tools(environment).values()], f"rollout.environment: {path!r}")
     if twice := sorted(tools.names & shared.names):
         raise ConfigError(

@@ -13,6 +13,8 @@ trl       stock TRL's trainer
 engine    vLLM alone, generating as many tokens for the same number of requests, without seeds: the ceiling
 learner   our learner alone, on completions of the same lengths from an engine that takes no time
 
+The last two take the lengths from our run, which must be measured with them, or before them in the same folder.
+
 `results.jsonl` in the folder has a row for each measurement, and `table.md` the tables, written after each part.
 `--table` only makes the tables of one or several such files, so that a benchmark can be divided between short
 sessions; `--write` puts them into docs/performance.md, but never those of a dry run.
@@ -99,6 +101,8 @@ DRY_CELLS = [
 ]  # fmt: skip
 RUNS, LOWER_BOUNDS = ("ours", "trl"), ("engine", "learner")
 PARTS = (*RUNS, *LOWER_BOUNDS)
+CLOCK = "clock.0"
+"""File of our run with the times of its steps and the lengths of their completions."""
 LIMIT = 1.8
 """A part is stopped after so many times its expected time."""
 
@@ -134,9 +138,20 @@ def part_of(cell: Cell, part: str, folder: Path, limit: float) -> Part:
 # The parts that need no peer
 
 
+def require_lengths(cells: Sequence[Cell], parts: Sequence[str], folder: Path) -> None:
+    """Raise SystemExit if a chosen part reads the lengths of a run of ours that is neither chosen nor in the folder."""
+    bounds = [part for part in LOWER_BOUNDS if part in parts]
+    missing = [cell.name for cell in cells if not Path(folder, f"{cell.name}-ours", CLOCK).exists()]
+    if bounds and missing and "ours" not in parts:
+        raise SystemExit(
+            f"--parts {' '.join(bounds)} takes the lengths of completions from our run of {missing[0]}, and {folder} "
+            "has none; add ours to --parts"
+        )
+
+
 def recorded_lengths(folder: str) -> list[list[int]]:
     """Return the lengths of the completions of each step of our run."""
-    return [json.loads(line)["lengths"] for line in Path(folder, "clock.0").read_text().splitlines()]
+    return [json.loads(line)["lengths"] for line in Path(folder, CLOCK).read_text().splitlines()]
 
 
 def measure_engine(task: Task, lengths: list[list[int]]) -> None:
@@ -401,7 +416,7 @@ def measure(
     return passed
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=25.0, help="time for all parts; the others are left out")
     parser.add_argument("--cells", nargs="*", help=f"some of {', '.join(cell.name for cell in CELLS)}")
@@ -412,7 +427,7 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="put the tables into docs/performance.md")
     parser.add_argument("--table", type=Path, nargs="+", help="only make the tables of these results.jsonl")
     parser.add_argument("--part", nargs=3, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     if arguments.part:
         part, task, lengths_from = arguments.part
         measuring = {"engine": measure_engine, "learner": measure_learner}[part]
@@ -437,17 +452,18 @@ def main() -> None:
 
 def run_cells(arguments: argparse.Namespace) -> bool:
     """Measure as the arguments of the command say; return True if all parts passed."""
+    cells = DRY_CELLS if arguments.dry else CELLS
+    if arguments.cells:
+        cells = [cell for cell in cells if cell.name in arguments.cells]
+    require_lengths(cells, arguments.parts, arguments.folder)
     import torch
 
     from grpo_ray.device import LOGICAL_GPUS
 
-    cells = DRY_CELLS if arguments.dry else CELLS
     if arguments.dry:
         os.environ[LOGICAL_GPUS] = "1"
     elif not torch.cuda.is_available():
         raise SystemExit("torch finds no GPU; try the script without one: make bench-gpu DRY=1")
-    if arguments.cells:
-        cells = [cell for cell in cells if cell.name in arguments.cells]
     arguments.folder.mkdir(parents=True, exist_ok=True)
     folder = arguments.folder.resolve()
     (folder / "results.jsonl").unlink(missing_ok=True)

@@ -45,6 +45,21 @@ def test_task_of_a_cell_divides_its_step(bench: ModuleType) -> None:
         assert task.plan[0] == ("every", 1) and task.steps == len(cell.peer_patterns) + 2
 
 
+def test_part_without_the_run_whose_lengths_it_reads_is_refused(bench: ModuleType, tmp_path: Path) -> None:
+    results = tmp_path / "results.jsonl"
+    results.write_text("earlier\n")
+    command = ["--dry", "--folder", str(tmp_path), "--parts", "learner"]
+    with pytest.raises(SystemExit, match=rf"--parts learner takes the lengths .* tiny-tiny, and {tmp_path} has none"):
+        bench.main(command)
+    assert results.read_text() == "earlier\n"  # nothing has begun
+    (cell,) = bench.DRY_CELLS
+    (ours := tmp_path / "tiny-tiny-ours").mkdir()
+    (ours / "clock.0").write_text("")
+    bench.require_lengths([cell], ["learner"], tmp_path)  # measured before
+    bench.require_lengths(bench.CELLS, ["ours", "engine"], tmp_path)
+    bench.require_lengths(bench.CELLS, ["trl"], tmp_path)
+
+
 def test_record_of_a_stopped_run_has_the_steps_that_it_took(bench: ModuleType, tmp_path: Path) -> None:
     # The plan: a warm-up, two steps with signal, one without, and one to end it. The run was stopped in the fourth.
     task = bench.Task("", "", str(tmp_path), plan=[("every", 1), ("every", 2), ("half", 1), ("half", 1)], prompts=2)

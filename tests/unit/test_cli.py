@@ -9,7 +9,7 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -22,6 +22,7 @@ from grpo_ray.config import loader
 from grpo_ray.config.schema import Config
 from grpo_ray.errors import ConfigError
 from grpo_ray.resilience.error_triage import MEMORY_ADVICE
+from grpo_ray.storage.run_folder import RunFolder
 
 JOBS = Path(__file__).parents[2] / "jobs"
 
@@ -106,6 +107,13 @@ def test_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> N
         ("rewards.functions=[corectness]", "unknown reward 'corectness'; did you mean correctness?"),
         ("data.train=./missing.jsonl", "missing.jsonl: no such file or folder"),
         ("data.train=arithmetc", "did you mean arithmetic?"),
+        ("data.train=math500", "data.train: math500 is a benchmark and is not trained on; name it in data.heldout"),
+        ("data.heldout=math500=./missing.jsonl", "missing.jsonl: no such file or folder"),
+        ("data.heldout={own: gpqa=./missing.csv}", "data.heldout.own: "),
+        ("heldout.score=no_module:score", "'no_module:score' cannot be imported"),
+        ("rollout.tools=[grpo_ray.tools.examples:multipy]", "has no 'multipy'; did you mean multiply?"),
+        ("rollout.environment=no_module:Game", "rollout.environment: 'no_module:Game' cannot be imported"),
+        ("rollout.function=no_module:play", "rollout.function: 'no_module:play' cannot be imported"),
         ("model.path=./missing", "missing: there is no such folder"),
     ],
 )
@@ -113,7 +121,8 @@ def test_missing_name_is_refused_before_libraries_are_loaded(
     command: str, override: str, message: str, tmp_path: Path, loaded: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = tmp_path / "run.yaml"
-    config.write_text(f"run: {{storage_path: {tmp_path / 'runs'}}}\n")
+    # With the short limit of `chaos`, calls of tools could take longer than a hang.
+    config.write_text(f"run: {{storage_path: {tmp_path / 'runs'}, hang_seconds: 900}}\n")
     assert main([command, str(config), override]) == 2
     assert message in capsys.readouterr().err
     assert loaded == [] and not (tmp_path / "runs").exists()
@@ -123,6 +132,28 @@ def test_missing_checkpoint_is_refused_at_once(tmp_path: Path, capsys: pytest.Ca
     for path in (tmp_path / "checkpoint-000001", Path("no/such/checkpoint-000001")):
         assert main(["eval", str(path)]) == 2
         assert capsys.readouterr().err == f"grpo-ray: {path}: there is no such checkpoint\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--suite", "math500=./missing.jsonl"], "missing.jsonl: no such file or folder"),
+        (["rollout.tools=[no_module:search]"], "rollout.tools: 'no_module:search' cannot be imported"),
+        (["rollout.function=no_module:play"], "rollout.function: 'no_module:play' cannot be imported"),
+        (["heldout.score=no_module:score"], "'no_module:score' cannot be imported"),
+    ],
+)
+def test_missing_name_is_refused_before_eval_needs_ray(
+    words: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setitem(sys.modules, "grpo_ray.driver.cluster.connection", None)
+    assert main(["eval", str(tmp_path), *words]) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_run_folder_in_place_of_a_checkpoint_names_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -135,18 +166,37 @@ def test_run_folder_in_place_of_a_checkpoint_names_one(tmp_path: Path, capsys: p
     )
 
 
-def test_file_that_the_user_may_not_write_is_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+LONG_NAME = "x" * 300
+"""Name of a file that no file system can have: tests may be run by a user who has every permission."""
+
+
+def write_named_file(folder: Path) -> None:
+    cli.write_json(str(folder / LONG_NAME), {})
+
+
+def write_file_of_the_run(folder: Path) -> None:
+    """Write a file through pyarrow."""
+    RunFolder(str(folder), "run").write_text("", LONG_NAME)
+
+
+@pytest.mark.parametrize("opens", [write_named_file, write_file_of_the_run])
+def test_unusable_file_that_the_command_opens_is_one_line(
+    opens: Callable[[Path], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def refused(arguments: object) -> int:
-        raise PermissionError(errno.EACCES, "Permission denied", "/runs/of/others/report.html")
+    monkeypatch.setattr(cli, "run_report", lambda arguments: opens(tmp_path))
+    assert main(["report", "run"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("grpo-ray: [Errno 36] ") and LONG_NAME in line
+    assert line.endswith("; check the permissions, or name another file or folder")
+
+
+def test_unusable_file_that_a_library_opens_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(arguments: object) -> int:  # this module stands for the library
+        raise PermissionError(errno.EACCES, "Permission denied", "/cache/of/others/kernel.so")
 
     monkeypatch.setattr(cli, "run_report", refused)
-    assert main(["report", "/runs/of/others"]) == 2
-    assert capsys.readouterr().err == (
-        "grpo-ray: [Errno 13] Permission denied: '/runs/of/others/report.html'; check the permissions, or name "
-        "another file or folder\n"
-    )
+    with pytest.raises(PermissionError, match=r"kernel\.so"):
+        main(["report", "run"])
 
 
 def test_report_options_between_runs() -> None:

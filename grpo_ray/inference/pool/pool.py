@@ -6,9 +6,9 @@ It collects the requests of all workers for a round, divides them into shards, g
 returns each completion to its worker as soon as it is finished. A shard is one call of an engine, with the same
 requests in the same order whatever engine runs it, so the number of engines changes no result.
 
-It keeps the engines alive: one that dies, hangs or is lost with its node is started again, gets the present weights and
-proves that it holds them, and its shard is generated again. Completions that the dead engine had delivered are not used
-twice.
+It keeps the engines alive: one that dies, hangs, is frozen or is lost with its node is started again, gets the present
+weights and proves that it holds them, and its shard is generated again. Completions that the dead engine had delivered
+are not used twice.
 
 Each engine has a task (`_keep`), which starts it, brings it to the present version of the weights, and lets it work.
 """
@@ -17,7 +17,7 @@ import asyncio
 import contextlib
 import itertools
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -49,6 +49,8 @@ START_SECONDS = 3600.0
 """Time limit of an engine's start, in which a large policy may be fetched and compiled."""
 PLACE_SECONDS, PLACE_PAUSE_SECONDS = 5.0, 10.0
 """Time for which the place of a further engine is asked for, and the pause before the next time."""
+ANSWER_PAUSE_SECONDS = 5.0
+"""Time between two questions to the processes of an engine that works, which show that they are not frozen."""
 RETRY_SECONDS = 2.0
 """Pause before an engine is started again, for each of its starts that have failed one after the other."""
 
@@ -135,6 +137,9 @@ class EnginePool:
     """Pool of a run's engines."""
 
     process_class: type[EngineProcess] = EngineProcess
+    answer_grace = 30.0
+    """Seconds beyond `run.hang_seconds` after which a process without an answer is ended. Until then the watchdog in
+    the process itself can write its stacks and end it (`resilience/watchdog.py`)."""
 
     def __init__(self, spec: EngineSpec) -> None:
         engine = spec.config.engine
@@ -476,15 +481,18 @@ class EnginePool:
         self._engines[engine.number] = engine
         for rank in range(self._size):
             engine.processes.append(self._process(engine, rank))
-        store: Address | None = await engine.processes[0].open_store.remote() if self._size > 1 else None
-        started = [process.start.remote(store, self._lora_ranks) for process in engine.processes]
         try:
-            facts = (await asyncio.wait_for(asyncio.gather(*started), START_SECONDS))[0]
+            facts = await asyncio.wait_for(self._start_processes(engine), START_SECONDS)
         except TimeoutError:
             raise TimeoutError(f"it has not started within {START_SECONDS:g} s") from None
         async with self._changed:
             engine.facts = facts
             self._changed.notify_all()
+
+    async def _start_processes(self, engine: Engine) -> EngineFacts:
+        store: Address | None = await engine.processes[0].open_store.remote() if self._size > 1 else None
+        facts: list[EngineFacts] = await _of_all(engine, "start", store, self._lora_ranks)
+        return facts[0]
 
     def _process(self, engine: Engine, rank: int) -> Any:
         cluster = self._spec.config.cluster
@@ -503,11 +511,37 @@ class EnginePool:
         """Bring an engine to the present version of the weights and give it shards, until it fails."""
         while True:
             work = await self._next_work(engine)
-            await work()
+            await self._while_it_answers(engine, work())
             async with self._changed:
                 self._changed.notify_all()
 
-    async def _next_work(self, engine: Engine) -> Callable[[], Awaitable[None]]:
+    async def _while_it_answers(self, engine: Engine, work: Coroutine[Any, Any, None]) -> None:
+        """Wait for the end of an engine's work while all its processes answer.
+
+        The watchdog in a process ends it if the work makes no progress, but cannot run if the whole process is stopped.
+
+        Raises:
+            TimeoutError: a process does not answer for longer than its watchdog would wait.
+        """
+        limit = self._spec.config.run.hang_seconds + self.answer_grace
+        task = asyncio.create_task(work)
+        try:
+            while not (await asyncio.wait([task], timeout=ANSWER_PAUSE_SECONDS))[0]:
+                # An error here is that of a process that has ended, with which the work fails too.
+                answers = asyncio.gather(
+                    *(each.pid.options(concurrency_group=CONTROL).remote() for each in engine.processes),
+                    return_exceptions=True,
+                )
+                either: list[asyncio.Future[Any]] = [task, answers]
+                ended, _ = await asyncio.wait(either, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+                if not ended:
+                    raise TimeoutError(f"its process has not answered for {limit:g} s (run.hang_seconds)")
+            await task
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def _next_work(self, engine: Engine) -> Callable[[], Coroutine[Any, Any, None]]:
         async with self._changed:
             while True:
                 version = self._version
@@ -585,14 +619,16 @@ class EnginePool:
             pass
         engine.shard = None
 
-    @property
-    def _may_go_on(self) -> bool:
-        """True if an engine runs, or one that has not yet failed too often starts, or is about to start again."""
-        chances = {n for n in range(self._least) if 0 < self._failed_starts.get(n, 0) < MAX_FAILED_STARTS}
-        return bool(chances) or any(
-            each.facts is not None or self._failed_starts.get(each.number, 0) < MAX_FAILED_STARTS
-            for each in self._engines.values()
+    def _may_still_run(self) -> bool:
+        """Return True if an engine runs, or one that has not failed to start too often starts or will start again."""
+        runs = any(engine.facts is not None for engine in self._engines.values())
+        starts = any(self._failed_starts.get(number, 0) < MAX_FAILED_STARTS for number in self._engines)
+        # Between two starts. Further engines do not count, since they may get no place any more; nor do engines without
+        # a failed start, which still wait for their place.
+        starts_again = any(
+            number < self._least and 0 < failed < MAX_FAILED_STARTS for number, failed in self._failed_starts.items()
         )
+        return runs or starts or starts_again
 
     def _require_weights_of(self, lost: Engine, reason: str) -> None:
         """End the attempt if nobody can send the weights again that an engine had or waited for."""
@@ -619,7 +655,7 @@ class EnginePool:
                 # Wrong weights, a prompt that is too long, a node that does not fit: another engine would fail too.
                 self._error = cause if is_current else self._error
             elif engine.facts is None:
-                if failed_starts >= MAX_FAILED_STARTS and not self._may_go_on:
+                if failed_starts >= MAX_FAILED_STARTS and not self._may_still_run():
                     self._error = EngineError(f"engine {engine.number} cannot be started: {text}")
             else:
                 self._lost += 1

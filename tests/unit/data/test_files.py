@@ -498,6 +498,7 @@ def test_local_files_that_do_not_exist_are_refused_with_their_field(tmp_path: Pa
         "data.train.math": f"data.train={{sums: {{path: arithmetic}}, math: {{path: {missing}}}}}",
         "data.heldout": f"data.heldout={missing}",
         "data.heldout.own": f"data.heldout={{hub: someone/problems, own: {missing}}}",
+        "data.heldout.math": f"data.heldout={{hub: gpqa, math: math500={missing}}}",
     }.items():
         with pytest.raises(DataError) as caught:
             registry.require_local_files(load_config(None, [f"data.train={path}", override]))

@@ -1,6 +1,8 @@
 """Tests of the decision which stages have ended, and of the policy that a stage begins with; no run is started."""
 
+import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +22,9 @@ from grpo_ray.driver.stage_runs import (
     train_stages,
     unfinished_stages,
 )
-from grpo_ray.errors import CheckpointError, ConfigError
+from grpo_ray.errors import CheckpointError, ConfigError, TakenRunError
 from grpo_ray.storage.checkpoint_integrity import file_checksum
+from grpo_ray.storage.lease import Driver, RunLease, _process_start
 from grpo_ray.storage.run_folder import RunFolder
 
 
@@ -162,7 +165,16 @@ def test_damaged_weights_of_the_best_checkpoint_are_refused(tmp_path: Path) -> N
         policy_after(stages.stages[0], parent)
 
 
-def test_deleted_policy_of_an_adapter_is_exported_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def held_by_other_process(folder: RunFolder) -> None:
+    """Let the process that has started this one hold the lease of a folder."""
+    pid = os.getppid()
+    driver = replace(Driver.of_this_process(), pid=pid, process_start=str(_process_start(pid)))
+    RunLease(folder, driver, is_new=False)._take()
+
+
+def test_deleted_policy_of_an_adapter_is_exported_again_by_one_driver(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stages = stages_of(tmp_path)
     folder = write_run(stages, 0, 10)
     folder.write_text("{}", "checkpoint-000010", "adapter_config.json")
@@ -186,6 +198,11 @@ def test_deleted_policy_of_an_adapter_is_exported_again(tmp_path: Path, monkeypa
     shutil.rmtree(policy)
     policy_after(stages.stages[0], parent)
     assert len(exported) == 2 and (policy / "config.json").exists()
+    shutil.rmtree(policy)
+    held_by_other_process(parent)
+    with pytest.raises(TakenRunError, match=r"another driver exports the policy .*policies/01-a for the next stage"):
+        policy_after(stages.stages[0], parent)
+    assert len(exported) == 2
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,9 @@ def notes(cluster: None) -> Any:
 
 
 @contextmanager
-def running_pool(notes: Any, folder: Path, replicas: str, tensor_parallel_size: int = 1) -> Iterator[Any]:
+def running_pool(
+    notes: Any, folder: Path, replicas: str, tensor_parallel_size: int = 1, hang_seconds: float = 900
+) -> Iterator[Any]:
     """Keep a pool running. Its engines react to files in the folder."""
     config = load_config(
         None,
@@ -38,6 +40,7 @@ def running_pool(notes: Any, folder: Path, replicas: str, tensor_parallel_size: 
             f"engine.replicas={replicas}",
             f"engine.tensor_parallel_size={tensor_parallel_size}",
             "cluster.cpus_per_worker=1",
+            f"run.hang_seconds={hang_seconds}",
         ],
     )
     spec = EngineSpec(
@@ -171,6 +174,30 @@ def test_pool_repeats_the_shard_of_a_killed_engine(two_engines: Any, folder: Pat
     wait_for(lambda: any(lost in note for note in ray.get(notes.read.remote())), "the note of the loss", LIMIT)
     wait_for_engines(two_engines, 2)
     assert client.prove(4) == 2  # the new engine has received the weights
+
+
+def has_ended(pid: int) -> bool:
+    """Return True if a process has ended, although its parent may not have asked for its exit status yet."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("Z", "X")
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+def test_pool_replaces_an_engine_that_is_frozen(notes: Any, tmp_path: Path) -> None:
+    with running_pool(notes, tmp_path, "1", hang_seconds=20) as pool:
+        client = Client(pool, "frozen")
+        client.sync(4)
+        number = client.submit([[1], [SLOW]])
+        wait_for((tmp_path / "waiting-0").exists, "the engine at work", LIMIT)
+        (engine,) = engines(pool)
+        (pid,) = engine["pids"]
+        os.kill(pid, signal.SIGSTOP)
+        (tmp_path / "go").touch()
+        assert client.collect(number, 0, 2) == [[0, 4, 1], [1, 4, 1]]
+        lost = "engine 0 was lost and is started again: TimeoutError: its process has not answered for 20 s"
+        wait_for(lambda: any(lost in note for note in ray.get(notes.read.remote())), "the note of the loss", LIMIT)
+        wait_for(lambda: has_ended(pid), "the end of the frozen process", LIMIT)
 
 
 def test_pool_passes_on_that_an_engine_holds_other_weights(two_engines: Any, folder: Path) -> None:

@@ -1,6 +1,7 @@
 """Tests of the pool's decisions without Ray: an attempt that follows another, and objects of a worker that has died."""
 
 import asyncio
+from collections.abc import Callable, Coroutine
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,10 +19,10 @@ NOT_A_GROUP: Any = None
 """Place of an engine, which these tests do not use."""
 
 
-def pool_of(notes: list[str]) -> EnginePool:
+def pool_of(notes: list[str], *overrides: str) -> EnginePool:
     event = SimpleNamespace(remote=lambda event, what: notes.append(what))
     spec = EngineSpec(
-        config=load_config(None, ["engine.placement=dedicated", "engine.replicas=3"]),
+        config=load_config(None, ["engine.placement=dedicated", "engine.replicas=3", *overrides]),
         model_path="",
         max_num_seqs=1,
         versions={},
@@ -96,6 +97,59 @@ def test_start_beyond_the_time_limit_says_so(monkeypatch: pytest.MonkeyPatch) ->
             await SlowPool(pool_of([])._spec)._start(engine)
 
     asyncio.run(start())
+
+
+def engine_that_answers(answer: Callable[[], Coroutine[Any, Any, int]]) -> Engine:
+    engine = engine_of(1, 0)
+    engine.processes[0].pid = SimpleNamespace(options=lambda **options: SimpleNamespace(remote=answer))
+    return engine
+
+
+def test_engine_whose_process_is_frozen_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_module, "ANSWER_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(EnginePool, "answer_grace", 0.02)
+    ended: list[str] = []
+
+    async def work() -> None:
+        try:
+            await asyncio.sleep(600)
+        finally:
+            ended.append("work")
+
+    async def freeze() -> int:
+        await asyncio.sleep(600)
+        return 1
+
+    async def wait_for_frozen() -> None:
+        pool = pool_of([], "run.hang_seconds=0.01")
+        with pytest.raises(TimeoutError, match=r"its process has not answered for 0\.03 s \(run\.hang_seconds\)"):
+            await pool._while_it_answers(engine_that_answers(freeze), work())
+        assert ended == ["work"]
+
+    asyncio.run(wait_for_frozen())
+
+
+def test_engine_that_answers_works_beyond_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_module, "ANSWER_PAUSE_SECONDS", 0.01)
+    answers: list[int] = []
+
+    async def answer() -> int:
+        answers.append(1)
+        return 1
+
+    async def end(broken: BaseException | None = None) -> None:
+        while len(answers) < 5:
+            await asyncio.sleep(0.01)
+        if broken is not None:
+            raise broken
+
+    async def work() -> None:
+        pool = pool_of([], "run.hang_seconds=600")
+        await pool._while_it_answers(engine_that_answers(answer), end())
+        with pytest.raises(EngineError, match="no memory"):
+            await pool._while_it_answers(engine_that_answers(answer), end(EngineError("no memory")))
+
+    asyncio.run(work())
 
 
 def test_engine_that_cannot_start_waits_for_another_that_still_starts() -> None:
