@@ -15,6 +15,7 @@ import ray
 from grpo_ray.observers.feed import RunFeed, RunObserver
 from grpo_ray.storage.jsonl import EventsFile, MetricsFile
 from grpo_ray.storage.run_folder import RunFolder
+from grpo_ray.telemetry.events import TAKES_STEPS
 
 POLL_SECONDS = 0.25
 
@@ -112,8 +113,7 @@ class RunFollower:
 
     def _handle(self, entry: dict[str, Any]) -> None:
         event = entry["event"]
-        if event in ("training", "began", "failed"):
-            self.is_training = event == "training"
+        self.is_training = TAKES_STEPS.get(event, self.is_training)
         if event in ("step", "measured"):
             self._pass_on_resume()
         if event == "step":

@@ -1,5 +1,8 @@
 """Actor between a sweep and the drivers of its trials, which are processes of their own.
 
+Ray starts the actor anew if it dies. It is then empty: lines are lost, the sweep repeats its requests to stop, and a
+trial of which nothing is known is one that may be taking a step.
+
 Imports no heavy library, because the actor is a process of its own.
 """
 
@@ -20,6 +23,8 @@ class TrialActivity(NamedTuple):
     """Latest reported step."""
     metrics: Mapping[str, float] = {}
     """Latest value of each metric that the sweep shows."""
+    takes_no_steps: bool = False
+    """True while the workers of the launch have not begun to take steps, or have failed; False if that is not known."""
 
 
 class SweepBoard:
@@ -33,7 +38,8 @@ class SweepBoard:
     def begin(self, trial: str) -> None:
         """Forget a request to stop a trial, before it is launched again."""
         self._stops.discard(trial)
-        self._activities[trial] = self._activities.get(trial, TrialActivity())._replace(line="starting")
+        known = self._activities.get(trial, TrialActivity())
+        self._activities[trial] = known._replace(line="starting", takes_no_steps=True)
 
     def add_line(self, trial: str, line: str) -> None:
         """Record a line that the driver of a trial has printed."""
@@ -44,6 +50,11 @@ class SweepBoard:
         """Record the latest step of a trial and metrics of it."""
         known = self._activities.get(trial, TrialActivity())
         self._activities[trial] = known._replace(step=step, metrics={**known.metrics, **metrics})
+
+    def set_takes_steps(self, trial: str, takes_steps: bool) -> None:
+        """Record that the workers of a trial take steps from now on, or that they do not."""
+        known = self._activities.get(trial, TrialActivity())
+        self._activities[trial] = known._replace(takes_no_steps=not takes_steps)
 
     def request_stop(self, trial: str) -> None:
         """Ask the driver of a trial to finish the current step, save it and end."""

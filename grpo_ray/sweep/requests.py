@@ -118,7 +118,8 @@ def apply_request(state: SweepState, request: SweepRequest) -> tuple[SweepState,
     if request.action == "stop":
         if record.standing != "active":
             raise ConfigError(f"{name} takes no steps: it is {record.standing}")
-        return state.with_standing(name, "stopped", "by the user"), f"{name}: stops after its current step"
+        line = f"{name}: stops after its current step, or at once if it takes none"
+        return state.with_standing(name, "stopped", "by the user"), line
     if request.action == "resume":
         if record.standing == "active":
             raise ConfigError(f"{name} is active already")

@@ -44,6 +44,10 @@ MAX_LOST_DRIVERS = 3
 """Launches in a row without a new step in which the driver of a trial may end without a result."""
 ORPHAN_SECONDS = 120.0
 """Time after the end of a driver in which the processes that it has started end too."""
+BOARD_SECONDS = 30.0
+"""Time limit of an answer of the board."""
+BOARD_LOST = (ray.exceptions.GetTimeoutError, ray.exceptions.RayActorError)
+"""Errors of a board that has died, which Ray starts anew, or that gives no answer in time."""
 RETRY_SECONDS = 5.0
 """Time until a trial is launched again whose driver has ended without a result, or is still ending elsewhere."""
 
@@ -113,8 +117,8 @@ class SweepStop:
                 raise KeyboardInterrupt
             self.received = signal.Signals(number).name
             notify(
-                f"{self.received}: the sweep stops once the current step of each trial is finished and saved; send the "
-                "signal again to stop immediately"
+                f"{self.received}: the sweep stops once the current step of each trial is finished and saved; trials "
+                "that take no step end at once; send the signal again to stop immediately"
             )
 
         numbers = (signal.SIGINT, signal.SIGTERM)
@@ -266,7 +270,9 @@ class SweepRunner:
         self._has_autoscaler = has_autoscaler()
         total, free = ray.cluster_resources(), ray.available_resources()
         self._taken = {name: total.get(name, 0.0) - free.get(name, 0.0) for name in ("CPU", "GPU")}
-        self._board = ray.remote(num_cpus=0, scheduling_strategy=on_this_node())(SweepBoard).remote()
+        # Ray starts it anew if it dies, for example because its node is low on memory.
+        actor = ray.remote(num_cpus=0, max_restarts=-1, scheduling_strategy=on_this_node())(SweepBoard)
+        self._board = actor.remote()
 
     @property
     def _active_configs(self) -> list[Config]:
@@ -345,13 +351,30 @@ class SweepRunner:
             self._next_requests = time.monotonic() + REQUEST_SECONDS
         if time.monotonic() < self._orphans_until:  # the processes of a driver end some time after it
             self._free_resources()
+        for name in list(self._running):
+            if self._stop.received is not None or self.state.record(name).standing != "active":
+                self._stop_trial(name)
         if self._stop.received is not None:
-            for name in self._running:
-                self._board.request_stop.remote(name)
             return
         while is_due(self._rung, self._progress()):
             self._compare()
         self._launch()
+
+    def _stop_trial(self, name: str) -> None:
+        """Have a trial end after its current step, which is saved, or at once if it takes none.
+
+        Only workers that take steps look for a stop: not a run that waits for resources, starts engines or measures
+        before its first step, which has nothing to save.
+        """
+        self._board.request_stop.remote(name)  # again and again: a board that Ray has started anew has no requests
+        if not self._activities.get(name, TrialActivity()).takes_no_steps:
+            return
+        running = self._running.pop(name)
+        with suppress(ray.exceptions.RayError):
+            ray.kill(running.actor)
+        self._settle(name, running, None, False)
+        self._orphans_until = time.monotonic() + ORPHAN_SECONDS
+        self.screen.notice(f"{name}: ended at step {self._facts[name].step}, since it was not taking a step")
 
     def _compare(self) -> None:
         """Compare the active trials at the next rung, and drop the worst."""
@@ -423,7 +446,11 @@ class SweepRunner:
             # Code of a policy is about to run in processes of this user (`driver/cluster/warm_start.py`). A run by
             # itself waits until its workers have started; here others start later.
             end_warm_start()
-        ray.get(self._board.begin.remote(name))
+        try:
+            ray.get(self._board.begin.remote(name), timeout=BOARD_SECONDS)
+        except BOARD_LOST:  # it may still have a request to stop the trial
+            self._facts[name].retry_at = time.monotonic() + RETRY_SECONDS
+            return
         actor, summary = start_driver(config, name, self._board, self._shown)
         self._running[name] = _Running(actor, summary, config, self._facts[name].step)
 
@@ -546,8 +573,6 @@ class SweepRunner:
         self._write(changed)
         for record in changed.records:
             self._facts.setdefault(record.trial.name, _TrialFacts())
-        if request.action == "stop" and request.trial in self._running:
-            self._board.request_stop.remote(request.trial)
         self.screen.notice(line)
 
     def _wait(self) -> None:
@@ -557,8 +582,9 @@ class SweepRunner:
             ray.wait(references, num_returns=1, timeout=POLL_SECONDS)
         else:
             time.sleep(POLL_SECONDS)
-        with suppress(ray.exceptions.GetTimeoutError):
-            self._activities, lines = ray.get(self._board.read.remote(), timeout=30)
+        with suppress(*BOARD_LOST):  # the table keeps its values until the drivers send others
+            activities, lines = ray.get(self._board.read.remote(), timeout=BOARD_SECONDS)
+            self._activities = {**self._activities, **activities}
             for name, line in lines:
                 self.screen.line(name, line)
         self.screen.show(self._rows())

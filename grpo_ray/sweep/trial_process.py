@@ -22,6 +22,7 @@ from grpo_ray.evaluation.evaluate import worker_environment
 from grpo_ray.observers.feed import RunObserver
 from grpo_ray.observers.terminal.progress import ProgressLine
 from grpo_ray.sweep.board import numbers
+from grpo_ray.telemetry.events import TAKES_STEPS
 
 STOP_POLL_SECONDS = 0.5
 """Time between two questions to the board about a requested stop."""
@@ -52,10 +53,14 @@ class _BoardFile:
 
 
 class _BoardObserver(RunObserver):
-    """Sender of the metrics that the sweep shows to the board."""
+    """Sender of the metrics that the sweep shows, and of the beginning and end of steps, to the board."""
 
     def __init__(self, board: Any, trial: str, shown: tuple[str, ...]):
         self._board, self._trial, self._shown = board, trial, shown
+
+    def event(self, entry: Mapping[str, Any]) -> None:
+        if (takes_steps := TAKES_STEPS.get(entry["event"])) is not None:
+            self._board.set_takes_steps.remote(self._trial, takes_steps)
 
     def step(self, row: Mapping[str, Any], at: float) -> None:
         self._board.add_step.remote(self._trial, int(row["step"]), numbers(row, self._shown))
@@ -80,7 +85,7 @@ class _StopWatch:
 
     def _watch(self) -> None:
         while not self._end.wait(STOP_POLL_SECONDS):
-            # Without the board there is no sweep either, and Ray ends this process.
+            # Ray starts a board that has died anew; without the sweep Ray ends this process.
             with suppress(ray.exceptions.RayError):
                 if ray.get(self._board.stop_requested.remote(self._trial)):
                     self._run.request_stop(STOPPED)

@@ -55,6 +55,9 @@ EVENTS: Mapping[str, EventKind] = {
 }
 """Name of each kind -> its texts."""
 
+TAKES_STEPS: Mapping[str, bool] = {"began": False, "training": True, "failed": False}
+"""Kind of event -> True if the workers take steps from then on, and thus look for a requested stop; False if not."""
+
 UNKNOWN = EventKind(text="{what}", line="{event}: {text}", views=("trackers",))
 """Kind of the events that this version does not record."""
 

@@ -134,6 +134,11 @@ def has_steps(folder: Path, steps: int) -> Callable[[], bool]:
     return lambda: (folder / "metrics.jsonl").exists() and len(rows_of(folder)) >= steps
 
 
+def has_launches(folder: Path, number: int) -> Callable[[], bool]:
+    """Return the condition that the workers of a run have begun this many times."""
+    return lambda: (folder / "events.jsonl").exists() and len(launches(folder)) >= number
+
+
 @pytest.mark.slow
 def test_halved_sweep_of_two_rungs_and_turns_equals_runs_alone(
     small_run: Callable[..., Any], policy: Path, tmp_path: Path
@@ -314,6 +319,53 @@ def test_requests_stop_resume_and_clone_trials(policy: Path, tmp_path: Path) -> 
     assert [row["step"] for row in rows_of(first)] == [*range(1, stopped + 3)]
     with pytest.raises(subprocess.CalledProcessError):
         request("stop", str(folder), "trial-03")
+
+
+@pytest.mark.slow
+def test_stop_before_the_first_step_ends_a_trial_at_once(policy: Path, tmp_path: Path) -> None:
+    """The policy before training is measured with a score that takes longer than the test may wait."""
+    seconds = tmp_path / "seconds"
+    seconds.write_text(f"{2 * LONG}")
+    settings = [
+        *small_settings("base", tmp_path, policy), *SETTINGS, "heldout.score='reward_spies:wait'",
+        "rewards.functions=['reward_spies:vary', 'reward_spies:wait']",
+        f"rewards.settings={{'reward_spies:wait': {{seconds: '{seconds}'}}}}",
+    ]  # fmt: skip
+    path = write_sweep(tmp_path, settings, trials=[{"name": "one"}])
+    folder = tmp_path / "rates"
+    for number, stop in enumerate(("request", "signal"), 1):
+        sweep = start(path)
+        wait_for(has_launches(folder / "one", number), "workers", LONG)
+        if stop == "request":
+            request("stop", str(folder), "one")
+        else:
+            sweep.send_signal(signal.SIGINT)
+        output, _ = sweep.communicate(timeout=LONG)
+        assert sweep.returncode == (0 if stop == "request" else 130), output
+        assert "one: ended at step 0, since it was not taking a step" in output
+        if stop == "request":
+            assert standings(folder) == {"one": "stopped"}
+            request("resume", str(folder), "one")  # read by the next launch
+    seconds.write_text("0")
+    output, _ = (sweep := start(path)).communicate(timeout=LONG)
+    assert sweep.returncode == 0, output
+    assert [row["step"] for row in rows_of(folder / "one")] == [*range(1, 7)]
+
+
+@pytest.mark.slow
+def test_sweep_whose_board_is_killed_goes_on(policy: Path, tmp_path: Path) -> None:
+    settings = [*small_settings("base", tmp_path, policy), *SETTINGS, "grpo.max_steps=500", "grpo.save_steps=500"]
+    path = write_sweep(tmp_path, settings, trials=[{"name": "one"}])
+    folder = tmp_path / "rates" / "one"
+    sweep = start(path)
+    wait_for(has_steps(folder, 2), "two steps", LONG)
+    kill_one(sweep, "ray::SweepBoard", random.Random(7))
+    steps = len(rows_of(folder))
+    wait_for(has_steps(folder, steps + 5), "further steps", LONG)
+    sweep.send_signal(signal.SIGINT)  # reaches the trial through the new board
+    output, _ = sweep.communicate(timeout=LONG)
+    assert sweep.returncode == 130, output
+    assert sorted(folder.glob("checkpoint-*"))[-1].name == f"checkpoint-{len(rows_of(folder)):06d}"
 
 
 @pytest.mark.slow

@@ -16,11 +16,12 @@ from grpo_ray.config.sweep_file import SweepConfig
 from grpo_ray.errors import ConfigError
 from grpo_ray.storage.run_folder import RunFolder
 from grpo_ray.sweep import runner as module
+from grpo_ray.sweep.board import TrialActivity
 from grpo_ray.sweep.requests import SweepRequest, read_requests, write_request
 from grpo_ray.sweep.runner import SweepRunner, reason_of_stop, run_sweep
 from grpo_ray.sweep.state import SweepState, TrialRecord, begin_state
 from grpo_ray.sweep.table import SweepScreen
-from grpo_ray.sweep.trial_process import STOPPED
+from grpo_ray.sweep.trial_process import STOPPED, _BoardObserver
 from grpo_ray.sweep.trials import SweepTrial, TrialConfigs, list_trials
 
 METRIC = "heldout/low"
@@ -265,6 +266,103 @@ def test_sweep_that_stops_before_the_first_step_reports_no_lost_driver(tmp_path:
     assert lines_of(runner) == [] and standings(runner)["a"] == "active"
 
 
+class Board:
+    """Board of a sweep that records its calls; an answer is an error if it is lost."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, ...]] = []
+        self.activities: dict[str, TrialActivity] = {}
+        self.is_lost = False
+
+    def __getattr__(self, method: str) -> Any:
+        return SimpleNamespace(remote=lambda *arguments: self.calls.append((method, *arguments)) or method)
+
+    def get(self, method: str, timeout: float) -> Any:
+        """Return the answer to a call, in place of `ray.get`."""
+        if self.is_lost:
+            raise module.ray.exceptions.ActorDiedError
+        return (self.activities, []) if method == "read" else None
+
+
+@pytest.fixture
+def board(monkeypatch: pytest.MonkeyPatch) -> Board:
+    """Give the sweep a board, and drivers without a process."""
+    board = Board()
+    monkeypatch.setattr(module.ray, "get", board.get)
+    monkeypatch.setattr(module.ray, "wait", lambda references, **options: ([], references))
+    monkeypatch.setattr(module.ray, "kill", lambda actor: board.calls.append(("kill", actor)))
+    monkeypatch.setattr(module, "orphaned_placement_groups", list)
+    monkeypatch.setattr(module, "start_driver", lambda config, name, *others: (f"driver of {name}", name))
+    return board
+
+
+@pytest.mark.parametrize("whole_sweep", [False, True])
+def test_stop_ends_a_trial_that_takes_no_step_at_once(
+    tmp_path: Path, runs: Run, board: Board, whole_sweep: bool
+) -> None:
+    runner = begin(tmp_path, parallel=2)
+    runs.stored = {"a": (4, 0.5), "b": (4, 0.5)}
+    refresh(runner)
+    runner._board = board
+    for name in "ab":
+        runner._start(module.TrialLaunch(name=name, pause_at=None))
+    board.calls.clear()
+    # a waits for resources, or starts its engines; b takes steps.
+    board.activities = {"a": TrialActivity(takes_no_steps=True), "b": TrialActivity(step=5)}
+    runner._wait()
+    if whole_sweep:
+        runner._stop.received = "SIGINT"
+    else:
+        for name in "ab":
+            write_request(runner.folder, SweepRequest(action="stop", trial=name))
+    runner._advance()
+    assert list(runner._running) == ["b"]
+    assert [call for call in board.calls if call[0] == "kill"] == [("kill", "driver of a")]
+    assert ("request_stop", "b") in board.calls
+    assert lines_of(runner)[-1] == "a: ended at step 4, since it was not taking a step"
+    assert standings(runner) == dict.fromkeys("ab", "active" if whole_sweep else "stopped")
+    # The workers of b fail while the stop waits for their step.
+    board.activities["b"] = TrialActivity(step=5, takes_no_steps=True)
+    runner._wait()
+    runner._advance()
+    assert runner._running == {}
+    if not whole_sweep:  # each of them continues where it was
+        runner._write(runner.state.with_standing("a", "active"))
+        assert [each.name for each in module.plan_launches(runner._progress(), None, None, None)] == ["a"]
+
+
+def test_lost_board_ends_neither_the_sweep_nor_a_step(tmp_path: Path, runs: Run, board: Board) -> None:
+    runner = begin(tmp_path, parallel=1)
+    refresh(runner)
+    runner._board = board
+    board.is_lost = True
+    runner._start(module.TrialLaunch(name="a", pause_at=None))
+    assert runner._running == {} and runner._facts["a"].retry_at > 0  # it is launched once there is a board again
+    board.is_lost = False
+    runner._start(module.TrialLaunch(name="a", pause_at=None))
+    board.activities = {"a": TrialActivity(step=5)}
+    runner._wait()
+    board.is_lost = True
+    runner._wait()
+    board.is_lost, board.activities = False, {}  # Ray has started it anew
+    runner._wait()
+    assert runner._rows()[0].step == 5
+    runner._stop.received = "SIGINT"
+    board.calls.clear()
+    runner._advance()
+    runner._advance()
+    assert list(runner._running) == ["a"]  # which may be in the middle of a step
+    assert board.calls == [("request_stop", "a")] * 2  # the board has forgotten an earlier one
+
+
+def test_driver_reports_to_the_board_if_its_workers_take_steps(board: Board) -> None:
+    observer = _BoardObserver(board, "a", ("reward/mean",))
+    for event in ("launched", "began", "training", "measured", "failed"):
+        observer.event({"event": event, "at": 0.0})
+    assert board.calls == [("set_takes_steps", "a", False), ("set_takes_steps", "a", True),
+                           ("set_takes_steps", "a", False)]  # fmt: skip
+
+
 def test_driver_may_be_lost_again_after_a_launch_that_went_well(tmp_path: Path, runs: Run) -> None:
     runner = begin(tmp_path)
     refresh(runner)
@@ -327,7 +425,7 @@ def test_clone_with_tools_ends_the_warm_start_that_trials_without_them_keep(
     refresh(runner)
     events: list[str] = []
     runner._board = SimpleNamespace(begin=SimpleNamespace(remote=lambda name: None))
-    monkeypatch.setattr(module.ray, "get", lambda reference: reference)
+    monkeypatch.setattr(module.ray, "get", lambda reference, timeout: reference)
     monkeypatch.setattr(module, "end_warm_start", lambda: events.append("end of the warm start"))
 
     def start_driver(config: Any, name: str, board: Any, shown: Any) -> tuple[None, None]:
