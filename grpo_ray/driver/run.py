@@ -20,7 +20,7 @@ from grpo_ray.config.schema import Config
 from grpo_ray.driver.cluster.connection import ClusterWatch, owns_cluster, start_coordinator
 from grpo_ray.driver.cluster.warm_start import end_warm_start
 from grpo_ray.driver.engines import running_engines, start_pool
-from grpo_ray.driver.launch import begin_launch, find_resume_point, index_datasets, prepare_policy
+from grpo_ray.driver.launch import ResumePoint, begin_launch, find_resume_point, index_datasets, prepare_policy
 from grpo_ray.driver.preflight.checks import run_preflight
 from grpo_ray.driver.preflight.run_context import RunContext
 from grpo_ray.driver.run_observers import build_observers
@@ -97,7 +97,12 @@ def prepare(
         pool = start_pool(config, policy.path, coordinator)
         plan = TrainerPlan(context, indexes, policy, resume, coordinator, pool, faults)
         # The progress line stays open, and the lease is kept, until the run is closed.
-        return PreparedRun(plan, launched_at, lease, stack.pop_all(), observers)
+        run = PreparedRun(plan, launched_at, lease, stack.pop_all(), observers)
+    with ExitStack() as on_error:
+        on_error.push(run)
+        run.choose_best()
+        on_error.pop_all()
+    return run
 
 
 class PreparedRun:
@@ -199,6 +204,19 @@ class PreparedRun:
         """False if the run has taken its last step, or that of `run.pause_at`, already."""
         resume = self.plan.resume
         return resume.step < self.config.last_step
+
+    def choose_best(self) -> None:
+        """Take missed measurements with `run.resume=best`, and resume from the checkpoint that is the best one then.
+
+        A checkpoint without its measurement could not be the best one, and the run would discard it.
+        """
+        run, metric = self.config.run, self.config.ranking_metric
+        if run.resume != "best" or metric.rpartition("/")[0] not in self.config.heldout_keys:
+            return
+        stored = checkpoints.resume_candidates(self.folder, "latest", metric)
+        if [each.name for each in stored if self._measure_missed(each)]:
+            best = checkpoints.resume_candidates(self.folder, run.resume, metric)[0]
+            self.plan = replace(self.plan, resume=ResumePoint(best))
 
     def trainer(self) -> PreemptibleTrainer:
         """Build the trainer of this run."""
@@ -347,15 +365,21 @@ class PreparedRun:
         self.feed.finished(asdict(summary))
         return summary
 
-    def _measure_missed(self, checkpoint: CheckpointInfo) -> None:
-        """Measure the checkpoint that the run resumes from, if the run would have measured it without a stop.
+    def _measure_missed(self, checkpoint: CheckpointInfo) -> bool:
+        """Measure a checkpoint that the run may resume from, if the run would have measured it without a stop.
 
         Otherwise it would never be the best one. A checkpoint that is damaged is left to the workers, which resume from
         an older one.
+
+        Returns:
+            True if it was measured now.
         """
-        is_regular = checkpoint.step % self.config.grpo.save_steps == 0
-        if is_regular and checkpoint.measured_on is None and not find_faults(checkpoint):
-            self._measure_checkpoint(checkpoint)
+        step, config = checkpoint.step, self.config
+        is_regular = step % config.grpo.save_steps == 0 or step >= config.last_step
+        if not is_regular or checkpoint.measured_on is not None or find_faults(checkpoint):
+            return False
+        self._measure_checkpoint(checkpoint)
+        return True
 
     def _measure_checkpoint(self, checkpoint: CheckpointInfo) -> CheckpointInfo:
         """Measure a checkpoint that a stop, a preemption or the driver's death has left without a measurement.

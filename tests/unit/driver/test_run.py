@@ -12,14 +12,16 @@ from ray.exceptions import OutOfMemoryError
 
 from grpo_ray.config.loader import load_config
 from grpo_ray.config.schema import Config
+from grpo_ray.data.ledger import DatasetFingerprint
 from grpo_ray.driver import run as run_module
 from grpo_ray.driver.launch import InitialPolicy, ResumePoint
 from grpo_ray.driver.run import PreparedRun, describe_training_failure
+from grpo_ray.driver.trainer import TrainerPlan
 from grpo_ray.errors import DataError, RepeatedWorkerError
 from grpo_ray.evaluation.metrics import EvaluationResult
 from grpo_ray.observers.feed import RunFeed
 from grpo_ray.resilience.error_triage import MEMORY_ADVICE
-from grpo_ray.storage.checkpoints import list_checkpoints
+from grpo_ray.storage.checkpoints import list_checkpoints, resume_candidates
 from grpo_ray.storage.ray_snapshot import SNAPSHOT
 from grpo_ray.storage.run_folder import RunFolder
 from grpo_ray.telemetry.measures import Measure
@@ -191,3 +193,59 @@ def test_ray_train_gets_the_score_of_a_missed_measurement(
     trainer: Any = SimpleNamespace(fit=fit)
     run.fit(trainer)
     assert read == scores
+
+
+@pytest.mark.parametrize(
+    ("accuracy", "settings", "start", "measured"),
+    [
+        (0.75, [], 8, [8]),
+        (0.25, [], 4, [8]),
+        (0.75, ["grpo.max_steps=8", "grpo.save_steps=3"], 8, [8]),  # the last step is always measured
+        (0.75, ["grpo.save_steps=3"], 4, []),  # a stop had saved step 8, which the run would not have measured
+        (0.75, ["run.resume=latest"], 8, []),  # it is measured before training
+        (0.75, ["run.best_metric=reward/mean"], 4, []),
+    ],
+    ids=["better", "worse", "complete", "by a stop", "latest", "by a reward"],
+)
+def test_best_checkpoint_is_chosen_after_missed_measurements(
+    accuracy: float,
+    settings: list[str],
+    start: int,
+    measured: list[int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A kill in step 9 has cut off the measurement of step 8 in the background."""
+    folder = RunFolder(str(tmp_path), "run")
+    for step, metrics in ((4, {"heldout/accuracy": 0.5, "reward/mean": 0.9}), (8, {"reward/mean": 0.8})):
+        manifest = {"metrics": {"step": step, **metrics}, "serial": step, "files": {}}
+        measured_on = {"heldout": {}} if step == 4 else None
+        folder.write_json(manifest | {"measured_on": measured_on}, f"checkpoint-{step:06d}", "manifest.json")
+    measure = Measure(accuracy, 0.0, 1.0, 4)
+    result = EvaluationResult(4, 0, 1, measure, measure, None, 0.0, 1.0)
+    evaluated: list[str] = []
+
+    def evaluate(config: Config, policy: str, *arguments: Any, **options: Any) -> dict[str, EvaluationResult]:
+        evaluated.append(Path(policy).name)
+        return {"heldout": result}
+
+    monkeypatch.setattr(run_module, "evaluate", evaluate)
+    config = load_config(None, ["run.resume=best", "grpo.save_steps=4", "grpo.max_steps=20",
+                                "run.best_metric=heldout/accuracy", *settings])  # fmt: skip
+    progress = SimpleNamespace(notice=print, phase=print)
+    context: Any = SimpleNamespace(config=config, folder=folder, progress=progress, owns_cluster=False)
+    indexes: Any = SimpleNamespace(
+        heldout_splits={"heldout": None}, heldout_fingerprints={"heldout": DatasetFingerprint.of(["a"])}
+    )
+    before = resume_candidates(folder, config.run.resume, config.ranking_metric)[0]
+    policy: Any = None
+    plan = TrainerPlan(context, indexes, policy, ResumePoint(before), coordinator=None)
+    lease: Any = SimpleNamespace()
+    run = PreparedRun(plan, 0.0, lease, ExitStack())
+    vars(run)["feed"] = RunFeed([])
+    run.choose_best()
+    assert evaluated == [f"checkpoint-{step:06d}" for step in measured]
+    assert run.plan.resume.step == start
+    assert run.has_steps_left == (start < config.grpo.max_steps)
+    # The workers choose among the same checkpoints.
+    assert resume_candidates(folder, config.run.resume, config.ranking_metric)[0].step == start
