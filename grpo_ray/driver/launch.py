@@ -4,6 +4,7 @@ Each phase takes the run's context and earlier values, and returns a plain value
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -246,11 +247,14 @@ def _prepare_model(context: RunContext) -> InitialPolicy:
     return InitialPolicy(address, address, identity)
 
 
-def begin_launch(context: RunContext, lease: RunLease, datasets: DatasetIndexes) -> None:
+def begin_launch(context: RunContext, lease: RunLease, datasets: DatasetIndexes) -> bool:
     """Set an old run aside if `run.resume=never`, and record config and problems.
 
     Call it once everything that can refuse the run has been checked: it is the first phase that changes the record of
     an existing run. Nothing is deleted.
+
+    Returns:
+        True if `config.yaml` has changed, or is new.
 
     Raises:
         SupersededError: another driver has taken the run.
@@ -263,12 +267,17 @@ def begin_launch(context: RunContext, lease: RunLease, datasets: DatasetIndexes)
         if unverifiable is not None:  # a later launch leaves out the same problems
             folder.write_text(unverifiable, UNVERIFIABLE_FILE)
     record_dataset(folder, datasets.training_fingerprint)
-    record_config(context)
+    return record_config(context)
 
 
-def record_config(context: RunContext) -> None:
-    """Write the resolved config and the versions of this launch to `config.yaml`."""
-    context.folder.write_text(dump_yaml(describe_run(context.config)), RECORDED_CONFIG)
+def record_config(context: RunContext) -> bool:
+    """Write the resolved config and the versions of this launch to `config.yaml`; return True if that changes it."""
+    folder, data = context.folder, dump_yaml(describe_run(context.config)).encode()
+    with suppress(DamagedFileError):  # a file that is too large to be read is replaced
+        if folder.exists(RECORDED_CONFIG) and folder.read_bytes(RECORDED_CONFIG) == data:
+            return False
+    folder.write_bytes(data, RECORDED_CONFIG)
+    return True
 
 
 def find_resume_point(context: RunContext, datasets: DatasetIndexes) -> ResumePoint:

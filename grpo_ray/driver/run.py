@@ -91,13 +91,13 @@ def prepare(
         run_preflight(context)
         indexes = index_datasets(context)
         resume = find_resume_point(context, indexes)
-        begin_launch(context, lease, indexes)
+        changes_config = begin_launch(context, lease, indexes)
         policy = prepare_policy(context, resume)
         coordinator = start_coordinator()
         pool = start_pool(config, policy.path, coordinator)
         plan = TrainerPlan(context, indexes, policy, resume, coordinator, pool, faults)
         # The progress line stays open, and the lease is kept, until the run is closed.
-        run = PreparedRun(plan, launched_at, lease, stack.pop_all(), observers)
+        run = PreparedRun(plan, launched_at, lease, stack.pop_all(), observers, changes_config)
     with ExitStack() as on_error:
         on_error.push(run)
         run.choose_best()
@@ -116,6 +116,7 @@ class PreparedRun:
         lease: lease of the run folder.
         resources: closed together with the run.
         observers: further observers of the run.
+        changes_config: True if this launch has written other settings or versions to `config.yaml`.
     """
 
     def __init__(
@@ -125,9 +126,10 @@ class PreparedRun:
         lease: RunLease,
         resources: ExitStack,
         observers: Sequence[RunObserver] = (),
+        changes_config: bool = False,
     ):
         self.plan, self.launched_at, self.lease, self._resources = plan, launched_at, lease, resources
-        self._observers = observers
+        self._observers, self._changes_config = observers, changes_config
         self.config, self.folder, self.progress = plan.context.config, plan.context.folder, plan.context.progress
         self._follower: RunFollower | None = None
         self._has_trained = False
@@ -338,6 +340,10 @@ class PreparedRun:
         if not self.has_steps_left:
             field = "grpo.max_steps" if plan.resume.step >= config.grpo.max_steps else "run.pause_at"
             self.progress.phase(f"the run has taken its {plan.resume.step} steps; raise {field} to continue")
+        # Without steps, a launch leaves no trace but its settings in `config.yaml`, with which no step was taken.
+        is_recorded_here = self._changes_config and not self.has_steps_left
+        if is_recorded_here:
+            self.feed.event({"event": "launched", "at": self.launched_at})
         if self._has_trained:  # a launch that took no step deletes nothing
             checkpoint_upload.clear_unfinished(folder)
             checkpoints.prune_checkpoints(folder, config.ranking_metric, config.run.keep_checkpoints)
@@ -360,6 +366,8 @@ class PreparedRun:
             )
             for key, fingerprint in plan.indexes.heldout_fingerprints.items()
         }
+        if is_recorded_here:
+            self.feed.event({"event": "ended", "at": time.time()})
         summary = summarize_run(config, folder, heldout, seconds, stopped_by or (PAUSED if is_paused else None))
         folder.write_json(asdict(summary), "summary.json")
         self.feed.finished(asdict(summary))

@@ -347,6 +347,16 @@ def test_begin_launch_starting_over_keeps_old_run_and_unverifiable_ids(tmp_path:
     assert not old.exists("driver")
 
 
+def test_begin_launch_returns_whether_it_changes_the_config(tmp_path: Path) -> None:
+    changed = []
+    for overrides in ([], [], ["grpo.max_steps=7"], ["grpo.max_steps=7"]):
+        context, lease = launch(tmp_path, *overrides)
+        with lease:
+            changed.append(begin_launch(context, lease, indexes_of("a")))
+        assert yaml.safe_load(context.folder.read_text("config.yaml"))["grpo"]["max_steps"] == (7 if overrides else 200)
+    assert changed == [True, False, True, False]
+
+
 def test_find_resume_point_from_checkpoint_of_run_set_aside_raises(tmp_path: Path) -> None:
     path = tmp_path / "run" / checkpoint_in(RunFolder(str(tmp_path), "run"), 2, 0.5)
     context, lease = launch(tmp_path, "run.resume=never", f"run.from_checkpoint={path}")

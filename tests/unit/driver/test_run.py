@@ -20,8 +20,10 @@ from grpo_ray.driver.trainer import TrainerPlan
 from grpo_ray.errors import DataError, RepeatedWorkerError
 from grpo_ray.evaluation.metrics import EvaluationResult
 from grpo_ray.observers.feed import RunFeed
+from grpo_ray.observers.follower import RunFiles
 from grpo_ray.resilience.error_triage import MEMORY_ADVICE
 from grpo_ray.storage.checkpoints import list_checkpoints, resume_candidates
+from grpo_ray.storage.jsonl import read_events
 from grpo_ray.storage.ray_snapshot import SNAPSHOT
 from grpo_ray.storage.run_folder import RunFolder
 from grpo_ray.telemetry.measures import Measure
@@ -249,3 +251,34 @@ def test_best_checkpoint_is_chosen_after_missed_measurements(
     assert run.has_steps_left == (start < config.grpo.max_steps)
     # The workers choose among the same checkpoints.
     assert resume_candidates(folder, config.run.resume, config.ranking_metric)[0].step == start
+
+
+@pytest.mark.parametrize("changes_config", [True, False])
+def test_launch_without_a_step_that_changes_the_config_is_an_event(tmp_path: Path, changes_config: bool) -> None:
+    """Without it `config.yaml` would pass for the settings of the launch before, which took the steps."""
+    folder = RunFolder(str(tmp_path), "run")
+    manifest = {"metrics": {"step": 8}, "serial": 1, "files": {}, "measured_on": {}}
+    folder.write_json(manifest, "checkpoint-000008", "manifest.json")
+    config = load_config(None, ["grpo.max_steps=8"])
+    progress = SimpleNamespace(notice=print, phase=print)
+    plan: Any = SimpleNamespace(
+        context=SimpleNamespace(config=config, folder=folder, progress=progress, owns_cluster=False),
+        baseline=MeasuredBaseline(),
+        coordinator=None,
+        heldout_conditions={},
+        indexes=SimpleNamespace(heldout_fingerprints={"heldout": DatasetFingerprint.of(["a"])}),
+        resume=ResumePoint(list_checkpoints(folder)[0]),
+    )
+    lease: Any = SimpleNamespace(confirm=lambda: None)
+    run = PreparedRun(plan, 7.0, lease, ExitStack(), changes_config=changes_config)
+    files = RunFiles(folder, print)
+    vars(run)["feed"] = RunFeed([files])
+    for event in ("launched", "began", "training"):  # of a driver that was killed after its last step
+        files.event({"event": event, "at": 1.0, "step": 0, "workers": 2})
+    summary = run.finish()
+    events = list(read_events(folder))
+    new = events[3:]
+    assert [event["event"] for event in new] == (["launched", "ended"] if changes_config else [])
+    if changes_config:
+        assert new[0]["at"] == 7.0
+        assert (summary.price.failures, summary.price.startup_seconds, summary.price.restart_seconds) == (1, 0.0, 0.0)
