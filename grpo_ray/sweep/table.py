@@ -1,14 +1,15 @@
 """Table of a sweep on the terminal, redrawn in place; elsewhere, lines."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from grpo_ray.sweep.trials import format_value
 from grpo_ray.text.display import one_line, safe_text
 
 if TYPE_CHECKING:  # imports Ray
@@ -16,6 +17,24 @@ if TYPE_CHECKING:  # imports Ray
 
 PLAIN_WIDTH = 200
 """Characters per line of the ranking where the output is not a terminal."""
+GAP = 2
+"""Spaces between two columns of a table."""
+MIN_SETTINGS, MIN_REASON = 16, 60
+"""Characters of settings, and of a reason, that a ranking shows before it moves other columns below the table."""
+PAIRED = ("best minus this", "p")
+"""Columns of the paired test of a trial with the best one."""
+REASON = "standing and reason"
+VALUE = "value"
+"""Column of the metric without its interval."""
+LAYOUTS: tuple[tuple[str, ...], ...] = (
+    ("", "trial", "settings", REASON, "steps", "metric", *PAIRED),
+    ("", "trial", "settings", "standing", "steps", "metric", *PAIRED),
+    ("", "trial", "settings", "standing", "steps", "metric"),
+    ("", "trial", "settings", "standing", "steps", VALUE),
+)
+"""Columns of the ranking, for ever narrower terminals."""
+HEADERS = {REASON: "standing", VALUE: "metric"}
+"""Header of a column, if it is not its name."""
 STYLES = {"running": "bold", "finished": "green", "failed": "red", "dropped": "dim", "stopped": "yellow"}
 
 
@@ -113,11 +132,16 @@ def build_table(rows: Sequence[TableRow], width: int) -> Table:
 def _add_column(table: Table, name: str, width: int) -> None:
     """Add a column to a table of this width; only those of long texts become narrower for the others."""
     table.add_column(
-        name,
-        justify="right" if name in ("step", "steps", "metric", "reward") else "left",
-        no_wrap=name not in ("settings", "standing", "latest"),
-        max_width=width * 2 // 5 if name == "trial" else None,
+        HEADERS.get(name, name),
+        justify="right" if name in ("step", "steps", "metric", VALUE, "reward") else "left",
+        no_wrap=name not in ("settings", REASON, "latest"),
+        max_width=_most(name, width),
     )
+
+
+def _most(name: str, width: int) -> int | None:
+    """Return the largest width of a column in a table of this width; None if there is no limit."""
+    return width * 2 // 5 if name == "trial" else None
 
 
 def _name(name: str) -> Text:
@@ -131,36 +155,130 @@ def _long_text(text: str, style: str = "") -> Text:
 
 
 def print_results(summary: "SweepSummary", console: Console | None = None) -> None:
-    """Print the ranking of a sweep, its best checkpoint and its page."""
+    """Print the ranking of a sweep, its best checkpoint and its page.
+
+    On a narrow terminal, reasons of standings and paired tests follow below the ranking, and settings are shortened.
+    """
     console = console or Console()
     if not console.is_terminal:
         console = Console(file=console.file, width=PLAIN_WIDTH)
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for name in ("", "trial", "settings", "standing", "steps", "metric", "best minus this", "p"):
-        _add_column(table, name, console.width)
-    for place, result in enumerate(summary.results, 1):
-        record = summary.records[result.name]
-        table.add_row(
-            str(place),
-            _name(result.name),
-            _long_text(record.trial.text),
-            _long_text("" if record.standing == "active" else f"{record.standing} {record.reason}"),
-            str(result.steps),
-            str(result.measure) if result.measure is not None else format_number(result.value),
-            "-" if result.paired is None else str(result.paired.difference),
-            "-" if result.p_value is None else f"{result.p_value:.2g}",
-        )
-    console.print(table)
-    lines = [f"p: exact paired test on the held-out problems, corrected for {summary.comparisons} pairs of trials"]
+    columns = _ranking(summary)
+    layout, left = choose_layout(columns, console.width)
+    trials = [summary.records[result.name].trial for result in summary.results]
+    columns["settings"] = list(map(_long_text, shorten_settings([each.overrides for each in trials], left)))
+    console.print(_ranking_table(columns, layout, console.width))
     best = summary.results[0] if summary.results else None
+    has_pairs = any(result.paired is not None for result in summary.results)
+    if has_pairs and PAIRED[0] not in layout:
+        console.print(_ranking_table(columns, ("trial", *PAIRED), console.width))
+    lines = [
+        f"{name.plain}: {reason.plain}"
+        for name, reason in zip(columns["trial"], columns[REASON], strict=True)
+        if reason.plain and REASON not in layout
+    ]
+    if has_pairs:
+        pairs = f"{summary.comparisons} pairs of trials"
+        lines.append(f"p: exact paired test on the held-out problems, corrected for {pairs}")
     if best is not None and best.checkpoint is not None:
         lines.append(f"best trial       {best.name}  {summary.records[best.name].trial.text}")
         lines.append(f"best checkpoint  {best.checkpoint.uri}")
     if summary.page is not None:
         lines.append(f"curves           {summary.page}")
-    has_pairs = any(result.paired is not None for result in summary.results)
-    for line in lines if has_pairs else lines[1:]:
+    for line in lines:
         console.print(safe_text(line), markup=False, highlight=False, soft_wrap=True)
+
+
+def _ranking(summary: "SweepSummary") -> dict[str, list[Text]]:
+    """Return the columns of the ranking, all but the settings: name -> a cell for each trial."""
+    columns: dict[str, list[Text]] = {name: [] for name in dict.fromkeys(name for each in LAYOUTS for name in each)}
+    for place, result in enumerate(summary.results, 1):
+        record = summary.records[result.name]
+        value = format_number(result.value if result.measure is None else result.measure.value)
+        cells = {
+            "": str(place),
+            "standing": "" if record.standing == "active" else record.standing,
+            "steps": str(result.steps),
+            "metric": value if result.measure is None else str(result.measure),
+            VALUE: value,
+            PAIRED[0]: "-" if result.paired is None else str(result.paired.difference),
+            PAIRED[1]: "-" if result.p_value is None else f"{result.p_value:.2g}",
+        }
+        for name, cell in cells.items():
+            columns[name].append(Text(cell))
+        columns["trial"].append(_name(result.name))
+        columns[REASON].append(_long_text("" if record.standing == "active" else f"{record.standing} {record.reason}"))
+    return columns
+
+
+def choose_layout(columns: Mapping[str, Sequence[Text]], width: int) -> tuple[Sequence[str], int]:
+    """Return the columns of the first of `LAYOUTS` in which settings can be read, and the width of the settings.
+
+    Args:
+        columns: name -> cells, without the settings.
+        width: characters of a line.
+    """
+    for layout in LAYOUTS:
+        left = width - GAP * (len(layout) - 1)
+        for name in layout:
+            if name == "settings":
+                continue
+            longest = max((cell.cell_len for cell in columns[name]), default=0)
+            most = MIN_REASON if name == REASON else _most(name, width) or longest
+            left -= max(len(HEADERS.get(name, name)), min(longest, most))
+        if left >= MIN_SETTINGS:
+            break
+    return layout, max(left, 1)
+
+
+def _ranking_table(columns: Mapping[str, Sequence[Text]], layout: Sequence[str], width: int) -> Table:
+    """Return the table of some columns of the ranking."""
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for name in layout:
+        _add_column(table, name, width)
+    for cells in zip(*(columns[name] for name in layout), strict=True):
+        table.add_row(*cells)
+    return table
+
+
+def shorten_settings(trials: Sequence[Mapping[str, Any]], width: int) -> list[str]:
+    """Return the settings of each trial in one line, shortened until all lines fit, if that is possible.
+
+    Settings that all trials share are left out first; then names are cut, to 2 characters at last, but never so far
+    that one could be another one's beginning: `lear=0.0003 beta=0.04`.
+
+    Args:
+        trials: overrides of each trial: key of the config -> value.
+        width: characters of a line.
+    """
+    keys = list(dict.fromkeys(key for trial in trials for key in trial))
+    values = {key: {repr(trial[key]) if key in trial else None for trial in trials} for key in keys}
+    varied = [key for key in keys if len(values[key]) > 1] or keys
+    names = {key: key.partition(".")[2] for key in keys}
+    texts = _settings(trials, names)
+    for length in (None, 8, 6, 4, 3, 2):
+        if max(map(len, texts), default=0) <= width:
+            break
+        texts = _settings(trials, shorten_names({key: names[key] for key in varied}, length))
+    return texts
+
+
+def shorten_names(names: Mapping[str, str], length: int | None) -> dict[str, str]:
+    """Return names cut to a length; a name that another one begins with keeps as much as tells them apart."""
+    shortened = {}
+    for key, name in names.items():
+        others = [other for each, other in names.items() if each != key]
+        sizes = range(min(length or len(name), len(name)), len(name))
+        size = next((size for size in sizes if not any(each.startswith(name[:size]) for each in others)), len(name))
+        shortened[key] = name[:size]
+    return shortened
+
+
+def _settings(trials: Sequence[Mapping[str, Any]], names: Mapping[str, str]) -> list[str]:
+    """Return the named settings of each trial in one line."""
+    return [
+        one_line(" ".join(f"{name}={format_value(trial[key])}" for key, name in names.items() if key in trial))
+        for trial in trials
+    ]
 
 
 def format_number(value: float | None) -> str:
