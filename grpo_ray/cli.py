@@ -30,7 +30,7 @@ from grpo_ray.config.schema import Config, DataConfig, RolloutConfig, RunConfig
 from grpo_ray.config.similar_names import suggestion
 from grpo_ray.config.sources import CHECKPOINT_PREFIX
 from grpo_ray.config.trl_fields import PASSED, allowed_values, default_text, meaning
-from grpo_ray.driver.stage_config import has_stages, load_stages
+from grpo_ray.driver.stage_config import Stages, has_stages, load_stages
 from grpo_ray.errors import ConfigError, DamagedFileError, GrpoRayError, HubError, TrainingError
 from grpo_ray.examples import FIRST_REWARD, describe_examples, example_path, write_first_files
 from grpo_ray.resilience.error_triage import MEMORY_ADVICE, is_memory_kill
@@ -419,8 +419,7 @@ def exit_status(summary: "RunSummary", stop_on: Sequence[str]) -> int:
 def run_stages(arguments: argparse.Namespace) -> int:
     """Run the stages of a YAML one after the other, from the first one that has not ended."""
     stages = load_stages(arguments.config, arguments.overrides)
-    for stage in stages:
-        check_functions(stage.config)
+    check_names_of_stages(stages)
     load_libraries(stages.stages[-1].config, "grpo_ray.driver.stage_runs")  # the last stage is checked first
     from grpo_ray.driver.stage_runs import StageResult, train_stages
     from grpo_ray.driver.tables import print_summary
@@ -505,8 +504,7 @@ def check_each_stage(arguments: argparse.Namespace) -> int:
                 f"stage, or leave --{option} out"
             )
     stages = load_stages(arguments.config, arguments.overrides)
-    for stage in stages:
-        check_functions(stage.config)
+    check_names_of_stages(stages)
     from grpo_ray.driver.stage_runs import check_stages, unfinished_stages
 
     remaining = unfinished_stages(stages)
@@ -645,6 +643,8 @@ def run_eval(arguments: argparse.Namespace) -> int:
     checkpoint = absolute_model(arguments.checkpoint)  # tasks of the cluster have other working folders
     config = load_eval_config(arguments)
     require_checkpoint(checkpoint)
+    from grpo_ray.driver.preflight.names import check_scoring_and_turns
+
     check_scoring_and_turns(config)
     from grpo_ray.data.registry import require_local_files
 
@@ -932,41 +932,29 @@ def check_names(config: Config) -> Config:
     Raises:
         GrpoRayError: a function cannot be loaded, or files of problems or the policy's folder do not exist.
     """
-    from grpo_ray.data.registry import require_local_files
+    from grpo_ray.driver.preflight.names import check_functions, require_files
 
     check_functions(config)
-    require_local_files(config)
-    if os.path.isabs(config.model.path) and not os.path.isdir(config.model.path):
-        raise ConfigError(f"model.path={config.model.path}: there is no such folder")
+    require_files(config)
     return config
 
 
-def check_functions(config: Config) -> None:
-    """Load the rewards of a config, and what `check_scoring_and_turns` loads, before heavy imports.
+def check_names_of_stages(stages: Stages) -> None:
+    """Check all stages as `check_names` does; a stage with a summary may have ended, and need its files no more.
 
-    Raises:
-        ConfigError: a tool, an environment or the rollout function cannot be loaded.
-        RewardError: a reward cannot be loaded.
+    Raises GrpoRayError; the message begins with the name of the stage.
     """
-    from grpo_ray.rewards.registry import load_rewards
+    from grpo_ray.driver.preflight.names import check_functions, require_files
+    from grpo_ray.storage.run_folder import RunFolder
 
-    load_rewards(config.rewards)
-    check_scoring_and_turns(config)
-
-
-def check_scoring_and_turns(config: Config) -> None:
-    """Load the held-out score of a config, its tools, environments and rollout function; raises as `check_functions`.
-
-    Measuring a checkpoint uses them too, but not all of the run's rewards.
-    """
-    from grpo_ray.evaluation.scores import heldout_scores
-    from grpo_ray.inference.rollout_function import load_rollout_function
-    from grpo_ray.tools.definitions import require_importable
-
-    heldout_scores(config)
-    require_importable(config.rollout)
-    if config.rollout.function is not None:
-        load_rollout_function(config.rollout)
+    for stage in stages:
+        run = stage.config.run
+        try:
+            check_functions(stage.config)
+            if not RunFolder(run.storage_path, run.name, run.storage_retry_seconds).exists("summary.json"):
+                require_files(stage.config, has_policy=stage.number == 1)
+        except GrpoRayError as error:
+            raise type(error)(f"stage {stage.name}: {error}") from None
 
 
 def load_eval_config(arguments: argparse.Namespace) -> Config:

@@ -17,6 +17,7 @@ from grpo_ray.config.schema import Config
 from grpo_ray.config.sweep_file import SweepConfig, load_sweep
 from grpo_ray.driver.cluster.connection import ClusterWatch, connect, require_resources, run_resources
 from grpo_ray.driver.cluster.warm_start import end_warm_start
+from grpo_ray.driver.preflight.names import check_functions, require_files
 from grpo_ray.driver.summary import PAUSED
 from grpo_ray.errors import ConfigError, GrpoRayError, TakenRunError, TrainingError
 from grpo_ray.resilience.error_triage import describe_worker_error
@@ -187,7 +188,8 @@ class SweepRunner:
         self.metric = configs.base.ranking_metric
         self._configs: dict[str, Config] = {}
         """Trial -> its config without pauses; an invalid clone has none."""
-        self._checked_rewards: set[str] = set()
+        self._checked: set[str] = set()
+        """Settings whose functions have been loaded, as text."""
         self._facts: dict[str, _TrialFacts] = {}
         self._running: dict[str, _Running] = {}
         self._stop = SweepStop()
@@ -222,9 +224,11 @@ class SweepRunner:
             )
 
     def _check_trial(self, record: TrialRecord) -> None:
-        """Check the config of a trial, its pauses and its rewards, and keep it. Raises GrpoRayError."""
-        from grpo_ray.rewards.registry import load_rewards
+        """Check the config of a trial, its pauses, and the functions and files that it names, and keep it.
 
+        A trial that takes no more steps needs no files. Raises GrpoRayError; the message begins with the trial's name.
+        """
+        name = record.trial.name
         rungs = self.sweep.rungs.steps if self.sweep.rungs is not None else ()
         config = self.configs.config_of(record.trial)
         for step in (*rungs, *((self.sweep.turns,) if self.sweep.turns else ())):
@@ -232,16 +236,24 @@ class SweepRunner:
                 replace(config, run=replace(config.run, pause_at=step))
             except ConfigError as error:
                 message = f"{error}".replace("run.pause_at", "rungs.steps" if step in rungs else "turns")
-                raise ConfigError(f"{record.trial.name}: {message}") from None
-        if repr(config.rewards) not in self._checked_rewards:
-            load_rewards(config.rewards)
-            self._checked_rewards.add(repr(config.rewards))
-        self._configs[record.trial.name] = config
+                raise ConfigError(f"{name}: {message}") from None
+        if name not in self._facts:
+            self._refresh(name)
+        try:
+            if (functions := repr((config.rewards, config.rollout, config.heldout, config.data))) not in self._checked:
+                check_functions(config)
+                self._checked.add(functions)
+            if record.standing == "active" and self._facts[name].step < config.grpo.max_steps:
+                require_files(config)
+        except GrpoRayError as error:
+            raise type(error)(f"{name}: {error}") from None
+        self._configs[name] = config
 
     def run(self) -> SweepSummary:
         """Run the loop until no trial has steps left, or until a signal stops the sweep."""
         for name in self.state.names:
-            self._refresh(name)
+            if name not in self._facts:  # of a clone that is invalid by now
+                self._refresh(name)
         self._write(self.state)
         self._carry_out_requests()
         if not self._has_work():  # the results of an earlier launch

@@ -128,6 +128,39 @@ def test_missing_name_is_refused_before_libraries_are_loaded(
     assert loaded == [] and not (tmp_path / "runs").exists()
 
 
+@pytest.mark.parametrize("command", ["train", "check"])
+@pytest.mark.parametrize(
+    ("stage", "message"),
+    [
+        ("data: {train: ./missing.jsonl}", "missing.jsonl: no such file or folder"),
+        ("data: {heldout: {own: ./missing.jsonl}}", "missing.jsonl: no such file or folder"),
+        ("rewards: {functions: [corectness]}", "unknown reward 'corectness'; did you mean correctness?"),
+    ],
+)
+def test_missing_name_of_a_later_stage_is_refused_before_libraries_are_loaded(
+    command: str, stage: str, message: str, tmp_path: Path, loaded: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "stages.yaml"
+    run = f"run: {{name: math, storage_path: {tmp_path / 'runs'}}}"
+    path.write_text(f"{run}\nstages: [{{name: a}}, {{name: b, {stage}}}]\n")
+    assert main([command, str(path)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("grpo-ray: stage b: ") and message in error
+    assert loaded == [] and not (tmp_path / "runs").exists()
+
+
+def test_files_of_a_stage_that_has_ended_are_not_needed(tmp_path: Path, loaded: list[str]) -> None:
+    path, missing = tmp_path / "stages.yaml", tmp_path / "missing"
+    run = f"run: {{name: math, storage_path: {tmp_path}}}\nmodel: {{path: {missing}}}"
+    path.write_text(f"{run}\nstages: [{{name: a, data: {{train: {missing}.jsonl}}}}, {{name: b}}]\n")
+    assert main(["train", str(path)]) == 2
+    (tmp_path / "math" / "01-a").mkdir(parents=True)
+    (tmp_path / "math" / "01-a" / "summary.json").write_text("{}")
+    with pytest.raises(LoadedError):
+        main(["train", str(path)])
+    assert loaded == ["02-b"]
+
+
 def test_missing_checkpoint_is_refused_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for path in (tmp_path / "checkpoint-000001", Path("no/such/checkpoint-000001")):
         assert main(["eval", str(path)]) == 2

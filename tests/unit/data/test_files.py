@@ -504,7 +504,8 @@ def test_local_files_that_do_not_exist_are_refused_with_their_field(tmp_path: Pa
             registry.require_local_files(load_config(None, [f"data.train={path}", override]))
         assert str(caught.value).startswith(f"{field}: {missing}: no such file or folder")
     for found in ("arithmetic", path, "someone/problems", "s3://bucket/a.jsonl"):
-        registry.require_local_files(load_config(None, [f"data.train={found}", "data.heldout=math500"]))
+        for heldout in ("math500", f"math500={path}", "math500=s3://bucket/a.jsonl"):
+            registry.require_local_files(load_config(None, [f"data.train={found}", f"data.heldout={heldout}"]))
 
 
 def test_open_dataset_passes_columns_and_system_prompt(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from rich.console import Console
 from grpo_ray import cli
 from grpo_ray.config.fields import type_adapter
 from grpo_ray.config.sweep_file import SweepConfig
-from grpo_ray.errors import ConfigError
+from grpo_ray.errors import ConfigError, GrpoRayError
 from grpo_ray.storage.run_folder import RunFolder
 from grpo_ray.sweep import runner as module
 from grpo_ray.sweep.board import TrialActivity
@@ -160,6 +160,26 @@ def test_invalid_trial_of_the_file_is_refused(tmp_path: Path) -> None:
     runner = begin(tmp_path, trials=[{"name": "a"}, {"name": "b", **STEPS_OF_A_BATCH}], rungs={"steps": [3]})
     with pytest.raises(ConfigError, match=r"^b: rungs\.steps=3 must be a multiple of"):
         runner.check()
+
+
+@pytest.mark.parametrize("field", ["data.train", "data.heldout", "model.path"])
+def test_trial_whose_files_are_missing_is_refused_unless_it_takes_no_more_steps(
+    tmp_path: Path, runs: Run, field: str
+) -> None:
+    missing = str(tmp_path / ("missing" if field == "model.path" else "missing.jsonl"))
+    trials = [{"name": "a"}, {"name": "b", field: missing}]
+    runner = begin(tmp_path, trials=trials)
+    with pytest.raises(GrpoRayError, match=rf"^b: {field}[=:] ?{missing}: (no such file|there is no such folder)"):
+        runner.check()
+    state = runner.state.with_standing("b", "dropped", "at step 4")
+    begin(tmp_path, state, trials=trials).check()
+    runs.stored = {"b": (8, 0.5)}  # its last step
+    runner = begin(tmp_path, trials=trials)
+    runner.check()
+    # A clone that is requested while the sweep runs.
+    write_request(runner.folder, SweepRequest(action="clone", trial="a", overrides={field: missing}))
+    runner._carry_out_requests()
+    assert lines_of(runner)[-1].startswith(f"clone a: a-clone-1: {field}") and standings(runner).keys() == {"a", "b"}
 
 
 def test_trial_that_a_stop_left_unmeasured_at_a_rung_is_launched_once_more(tmp_path: Path, runs: Run) -> None:
