@@ -107,7 +107,7 @@ def end_driver(runner: SweepRunner, name: str, pause_at: int | None, stopped: st
     runner._settle(name, running, *reason_of_stop(stopped))
 
 
-TOOLS = {"rollout.tools": ["python"]}
+TOOLS = {"rollout.tools": ["grpo_ray.tools.examples:multiply"]}
 STEPS_OF_A_BATCH = {"grpo.steps_per_generation": 2}
 """Setting that is valid with 8 steps, a checkpoint every 4, and not with a rung at step 3."""
 
@@ -290,12 +290,16 @@ class Board:
     """Board of a sweep that records its calls; an answer is an error if it is lost."""
 
     def __init__(self) -> None:
-        self.calls: list[tuple[str, ...]] = []
+        self.calls: list[tuple[Any, ...]] = []
         self.activities: dict[str, TrialActivity] = {}
         self.is_lost = False
 
     def __getattr__(self, method: str) -> Any:
-        return SimpleNamespace(remote=lambda *arguments: self.calls.append((method, *arguments)) or method)
+        def remote(*arguments: Any) -> str:
+            self.calls.append((method, *arguments))
+            return method
+
+        return SimpleNamespace(remote=remote)
 
     def get(self, method: str, timeout: float) -> Any:
         """Return the answer to a call, in place of `ray.get`."""

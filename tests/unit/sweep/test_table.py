@@ -82,7 +82,8 @@ RATES = [0.0003, 0.0006, 0.0012]
 def ranking(width: int) -> list[str]:
     """Return the lines about three trials on a terminal of this width; each standing and rate has one trial."""
     verdicts = [{f"{number}": [float(number % each == 0)] for number in range(60)} for each in (2, 3)]
-    records, results = {}, []
+    records: dict[str, TrialRecord] = {}
+    results: list[TrialResult] = []
     for number, (standing, rate) in enumerate(zip(STANDINGS, RATES, strict=True), 1):
         name = f"trial-0{number}-clone-1"
         overrides = {"grpo.learning_rate": rate, "grpo.loss_type": "dapo", "grpo.beta": 0.04 * number}
