@@ -74,7 +74,7 @@ class _Flush:
 
 
 _DROPPABLE = (_Step, _Heldout)
-"""Items that may be dropped, since `metrics.jsonl` has them too."""
+"""Items that may be dropped, since `metrics.jsonl`, or the event `baseline`, has them too."""
 
 
 class GaveUpError(Exception):
@@ -117,6 +117,7 @@ class TrackerDispatcher(RunObserver):
         self._offer(_Resumed(step, tuple(rows)))
 
     def step(self, row: Mapping[str, Any], at: float) -> None:
+        self._events.step_times[int(row["step"])] = at
         self._offer(_Step(dict(row), at))
 
     def measured(self, step: int, metrics: Mapping[str, Any]) -> None:
@@ -162,15 +163,18 @@ class _TrackerThread:
         self._newest_step = 0
         """Last step that was offered."""
         self._has_dropped = False
-        """True while dropped steps remain to be read from `metrics.jsonl`; later steps are dropped too."""
+        """True while dropped or lost steps remain to be read from `metrics.jsonl`; later steps are dropped too."""
         self._is_closing = False
         self._gave_up = threading.Event()
         self._thread: threading.Thread | None = None
         # Only the thread uses the attributes below.
         self._run: TrackedRun | None = None
         self._tracker: Tracker | None = None
-        self._position = Position()
-        self._saved_position: Position | None = None
+        self._position = self._saved_position = Position()
+        """Position of the open tracker object, and at its last flush."""
+        self._has_lost = False
+        """True while steps that a tracker object took, but lost in a failure, remain to be read from `metrics.jsonl`;
+        steps in the queue are left to that reading."""
         self._unsaved_since: float | None = None
         self._has_failed = self._is_complete = False
 
@@ -254,14 +258,22 @@ class _TrackerThread:
                         "metrics are sent again until it works"
                     )
                 self._has_failed = True
-                if self._gave_up.wait(min(pause, FIRST_PAUSE) if self._is_closing else pause):
+                if not self._wait_to_repeat(pause):
                     raise GaveUpError from None
                 pause = min(2 * pause, LONGEST_PAUSE)
                 continue
-            if self._has_failed:
+            if self._has_failed and not self._has_lost:
                 self._notice(f"run.trackers: {self.name} works again")
-            self._has_failed = False
+                self._has_failed = False
             return
+
+    def _wait_to_repeat(self, pause: float) -> bool:
+        """Wait before a delivery is repeated, which the end of the launch shortens; return False to give up."""
+        if self._is_closing:
+            return not self._gave_up.wait(min(pause, FIRST_PAUSE))
+        with self._condition:
+            self._condition.wait_for(lambda: self._is_closing, pause)
+        return True
 
     def _open(self) -> None:
         """Open a new tracker object if none is open."""
@@ -269,12 +281,16 @@ class _TrackerThread:
             return
         if self._run is None:
             self._run = self._describe(self._file.run_id())
-            self._position = self._file.position(self.name)
+            self._saved_position = self._file.position(self.name)
         self._events.load()
         tracker = self._create()
         # Set before it is opened, so that the resources of an unfinished `open` are released too.
         self._tracker = tracker
-        self._position = tracker.open(self._run, self._position)
+        before, self._position = self._position, tracker.open(self._run, self._saved_position)
+        if self._position.step < before.step or self._position.heldout < before.heldout:
+            self._has_lost = True
+            with self._condition:
+                self._has_dropped = True
 
     def _drop_tracker(self) -> None:
         tracker, self._tracker = self._tracker, None
@@ -284,6 +300,8 @@ class _TrackerThread:
 
     def _deliver(self, item: Any) -> None:
         """Deliver one item; safe to repeat."""
+        if self._has_lost and isinstance(item, _DROPPABLE):
+            return
         tracker = self._opened
         match item:
             case _Step():
@@ -293,7 +311,6 @@ class _TrackerThread:
             case _Resumed():
                 if self._position.step > item.step and tracker.rewind(item.step):
                     self._position = Position(item.step, min(self._position.heldout, item.step))
-                self._log_heldout(0, self._events.baseline, time.time())
                 self._catch_up(item.step, item.rows)
                 tracker.log_events(self._position.step, self._events.lines())
                 self._flush()
@@ -339,13 +356,14 @@ class _TrackerThread:
             self._position = Position(self._position.step, step)
 
     def _catch_up(self, up_to: int | None = None, rows: Iterable[Mapping[str, Any]] = ()) -> None:
-        """Log the rows of `metrics.jsonl` that the tracker lacks.
+        """Log the measures of the initial policy, and the rows of `metrics.jsonl`, that the tracker lacks.
 
         Args:
             up_to: last step; None: all.
             rows: latest rows up to that step, in case the file could not be written.
         """
         assert self._run is not None
+        self._log_heldout(0, self._events.baseline, time.time())
         last = 0
         for row in read_metrics(self._run.folder):
             if up_to is not None and row["step"] > up_to:
@@ -357,11 +375,11 @@ class _TrackerThread:
                 self._log_row(missing, self._events.step_times.get(int(missing["step"]), time.time()))
 
     def _recover(self) -> None:
-        """Read dropped steps from `metrics.jsonl`, which may reach an object store with a delay."""
+        """Read dropped and lost steps from `metrics.jsonl`, which may reach an object store with a delay."""
         self._catch_up()
         with self._condition:
             if self._position.step >= self._newest_step or self._is_closing:
-                self._has_dropped = False
+                self._has_dropped = self._has_lost = False
             else:
                 self._condition.wait(RECOVERY_PAUSE)
 

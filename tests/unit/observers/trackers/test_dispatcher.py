@@ -31,6 +31,8 @@ class MemoryStore:
         self.summary: dict[str, object] = {}
         self.opened: list[str] = []
         self.closed: list[bool] = []
+        self.times: dict[int, float] = {}
+        self.flushes = self.failures = 0
 
 
 class MemoryTracker(Tracker):
@@ -74,6 +76,32 @@ class AppendOnlyTracker(MemoryTracker):
     def open(self, run: TrackedRun, saved: Position) -> Position:
         self.store.opened.append(run.id)
         return Position(max(self.store.rows, default=0), max(self.store.heldout, default=-1))
+
+
+class BufferedTracker(MemoryTracker):
+    """Tracker that writes at each `flush`, as TensorBoard does to an object store; it loses the rest when it fails."""
+
+    flush_seconds = 1000.0
+
+    def __init__(self, store: MemoryStore) -> None:
+        super().__init__(store)
+        self.unwritten: list[Callable[[], None]] = []
+
+    def log(self, entry: StepEntry) -> None:
+        self.unwritten.append(partial(super().log, entry))
+        self.unwritten.append(lambda: self.store.times.update({entry.step: entry.at}))
+
+    def log_heldout(self, step: int, metrics: Mapping[str, Any], at: float) -> None:
+        self.unwritten.append(partial(super().log_heldout, step, metrics, at))
+
+    def flush(self) -> None:
+        if self.store.failures:
+            self.store.failures -= 1
+            raise OSError("no space")
+        for write in self.unwritten:
+            write()
+        self.unwritten.clear()
+        self.store.flushes += 1
 
 
 class BrokenTracker(MemoryTracker):
@@ -293,6 +321,38 @@ def test_dispatcher_tracker_back_after_a_failure_gets_everything(folder: RunFold
     assert [notice.split(":")[1] for notice in driver.notices] == [" a failed", " a works again"]
     kept = store.rows[10] if queue_items == 3 else store.heldout[10]  # read from the file, or sent when measured
     assert kept["heldout/accuracy"] == 0.5
+
+
+@pytest.mark.parametrize("failures", [1, 3])
+def test_dispatcher_steps_lost_by_a_failed_flush_are_sent_again(folder: RunFolder, failures: int) -> None:
+    store = MemoryStore()
+    driver = Driver(folder, {"a": lambda: BufferedTracker(store)})
+    driver.resume(0)
+    wait_until(lambda: store.flushes > 0)
+    store.failures = failures
+    driver.feed.event({"event": "baseline", "at": 3.0, "metrics": {"heldout/accuracy": 0.25}})
+    driver.take(1, 2)
+    driver.feed.step({"step": 3, "reward/mean": 3.0, "checkpoint": "checkpoint-3"}, 103.0)  # it flushes
+    driver.take(4, 5)
+    wait_until(lambda: store.failures == 0)
+    driver.end()
+    assert rewards(store) == {1: 1.0, 2: 2.0, 3: 3.0, 4: 4.0, 5: 5.0}
+    assert store.times == {1: 101.0, 2: 102.0, 3: 103.0, 4: 104.0, 5: 105.0}
+    assert store.heldout == {0: {"heldout/accuracy": 0.25}}
+    assert [notice.split(":")[1] for notice in driver.notices] == [" a failed", " a works again"]
+
+
+def test_dispatcher_end_of_the_launch_shortens_a_pause(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatcher, "FIRST_PAUSE", 10 * WAIT_SECONDS)
+    store = MemoryStore()
+    driver = Driver(folder, {"a": lambda: BrokenTracker(store)}, close_seconds=WAIT_SECONDS)
+    driver.resume(0)
+    driver.take(1, 2)
+    wait_until(lambda: any("failed" in notice for notice in driver.notices))
+    BrokenTracker.works.set()
+    driver.end()
+    assert rewards(store) == {1: 1.0, 2: 2.0} and store.closed == [False, True]
+    assert [notice.split(":")[1] for notice in driver.notices] == [" a failed", " a works again"]
 
 
 def test_dispatcher_tracker_that_hung_gets_everything_at_the_end(folder: RunFolder) -> None:
