@@ -22,14 +22,14 @@ PRIVATE_FIELDS = {"run": ("storage_path", "notify")}
 
 @dataclass(frozen=True, kw_only=True)
 class HeldoutResult:
-    """Results of the checkpoint and of the base policy on one held-out set."""
+    """Results of the checkpoint and of the initial policy on one held-out set."""
 
     name: str
     """Name of the set; "" for the only one."""
     dataset: str
     """Dataset of its problems, as configured."""
     before: Measure | None
-    """Accuracy of the base policy; None if it was not measured under the same conditions."""
+    """Accuracy of the initial policy; None if it was not measured under the same conditions."""
     after: Measure | None
     """Accuracy of the checkpoint; None if it was not measured."""
     paired: PairedComparison | None
@@ -64,6 +64,16 @@ class CardFacts:
     def field(self, section: str, name: str) -> Any:
         """Return a field of the config; None if it is not set."""
         return self.config.get(section, {}).get(name)
+
+    @property
+    def is_fine_tuning(self) -> bool:
+        """True for supervised fine-tuning on demonstrations, False for GRPO."""
+        return bool(self.field("run", "kind") == "sft")
+
+    @property
+    def initial_policy(self) -> str:
+        """Name of the policy that the run began with: a run may begin with another run's checkpoint."""
+        return "initial policy" if self.field("run", "from_checkpoint") else "base policy"
 
     @property
     def adapter_type(self) -> str | None:
@@ -145,14 +155,14 @@ def _heldout_result(checkpoint: CheckpointInfo, key: str, run: RunData) -> Heldo
 
 
 def _comparable_baseline(checkpoint: CheckpointInfo, key: str, run: RunData) -> Mapping[str, Any]:
-    """Return the base policy's evaluation; empty unless its conditions are those of the checkpoint's evaluation."""
+    """Return the initial policy's evaluation; empty unless its conditions are those of the checkpoint's evaluation."""
     conditions = (checkpoint.measured_on or {}).get(key)
     evaluation = run.baselines[key]
     return evaluation if evaluation.get("measured_on") == conditions is not None else {}
 
 
 def _compare_records(checkpoint: CheckpointInfo, key: str) -> PairedComparison | None:
-    """Compare the verdicts per problem of the base policy and of the checkpoint, if both were recorded."""
+    """Compare the verdicts per problem of the initial policy and of the checkpoint, if both were recorded."""
     folder = checkpoint.folder
     try:
         files = {file.step: file for file in list_heldout_files(folder, key)}

@@ -18,7 +18,7 @@ FILE = "README.md"
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 """Pattern of an id on the hub, `owner/name`."""
 DATA_SUFFIX = re.compile(r"\.(jsonl?|parquet|csv)(\.gz|\.zst)?")
-TAGS = ["grpo", "reinforcement-learning", "trl", "ray", "vllm", "grpo_ray"]
+COMMON_TAGS = ["trl", "ray", "vllm", "grpo_ray"]
 MAX_CONFIG_CHARS, MAX_CHARS, MAX_VERSIONS = 60_000, 200, 30
 """Limits of a card: characters of the config, characters of any other text, and number of package versions."""
 SETTINGS = (
@@ -35,6 +35,13 @@ SETTINGS = (
     ("KL coefficient", "beta"),
 )
 """Rows of the training table: label, and field of `grpo`. Fields that the config does not set are left out."""
+FINE_TUNING_SETTINGS = (
+    ("optimizer steps", "max_steps"),
+    ("demonstrations per step", "prompts_per_step"),
+    ("longest completion, tokens", "max_completion_length"),
+    ("learning rate", "learning_rate"),
+)
+"""The same for supervised fine-tuning, on which the other fields have no effect."""
 
 
 def render_card(facts: CardFacts) -> str:
@@ -49,7 +56,7 @@ def render_card(facts: CardFacts) -> str:
         datasets=[each for name in train_paths(train) if (each := _hub_dataset(name))] or None,
         library_name="transformers",
         pipeline_tag="text-generation",
-        tags=TAGS,
+        tags=[*(["sft"] if facts.is_fine_tuning else ["grpo", "reinforcement-learning"]), *COMMON_TAGS],
         model_name=safe_text(facts.run, MAX_CHARS),
         eval_results=[
             EvalResult(
@@ -66,11 +73,9 @@ def render_card(facts: CardFacts) -> str:
         ]
         or None,
     )
-    origin = (
-        f"{_code(base)}, post-trained with GRPO on {_code(shown_training(train))}"
-        if base
-        else "A policy post-trained with GRPO"
-    )
+    training = "fine-tuned on demonstrations" if facts.is_fine_tuning else "post-trained with GRPO"
+    data = f"{'of' if facts.is_fine_tuning else 'on'} {_code(shown_training(train))}"
+    origin = f"{_code(base)}, {training} {data}" if base else f"A policy {training}"
     sections = [
         f"---\n{metadata.to_yaml()}\n---",
         f"# {_title(facts.run)}",
@@ -100,7 +105,7 @@ def _heldout_section(facts: CardFacts) -> list[str]:
         )
         for result in facts.results
     ]
-    paragraphs = [_table(("set", "problems", "base policy", "this policy", "difference", "p"), rows)]
+    paragraphs = [_table(("set", "problems", facts.initial_policy, "this policy", "difference", "p"), rows)]
     paired = [result.paired for result in facts.results if result.paired]
     notes = ["In brackets: 95 % intervals."]
     for each in paired:
@@ -109,7 +114,7 @@ def _heldout_section(facts: CardFacts) -> list[str]:
         notes.append(
             f"p is that of an exact sign-flip test over {problems} with {sampling} each"
             f"{' (McNemar)' if each.num_samples == 1 else ''}: {each.better} have more correct completions than with "
-            f"the base policy, {each.worse} fewer."
+            f"the {facts.initial_policy}, {each.worse} fewer."
         )
     if len(paired) < len(facts.results):
         notes.append("Not available: the run has no verdicts per problem of both policies, which a paired test needs.")
@@ -145,14 +150,17 @@ def _training_rows(facts: CardFacts) -> list[tuple[str, str]]:
     memory = f" ({facts.device_gib:.0f} GiB)" if facts.device_gib else ""
     device = f"{_code(facts.device)}{memory}" if facts.device else "GPU" if uses_gpu else "CPU"
     adapter = facts.adapter_type
-    rewards = facts.field("rewards", "functions")
+    rewards = None if facts.is_fine_tuning else facts.field("rewards", "functions")
+    method = "supervised fine-tuning of" if facts.is_fine_tuning else "GRPO on"
+    settings = FINE_TUNING_SETTINGS if facts.is_fine_tuning else SETTINGS
     rows = [
         ("base policy", facts.field("model", "path")),
-        ("method", f"GRPO on an adapter ({adapter}), merged here" if adapter else "GRPO on all weights"),
+        ("begun with", facts.field("run", "from_checkpoint")),
+        ("method", f"{method} an adapter ({adapter}), merged here" if adapter else f"{method} all weights"),
         ("quantization", facts.field("model", "quantization")),
         ("data", shown_training(facts.field("data", "train"))),
         ("rewards", ", ".join(map(str, rewards)) if isinstance(rewards, list | tuple) else rewards),
-        *((label, facts.field("grpo", name)) for label, name in SETTINGS if not _is_off(facts, name)),
+        *((label, facts.field("grpo", name)) for label, name in settings if not _is_off(facts, name)),
     ]
     shown = [(label, _code(value)) for label, value in rows if value is not None]
     if workers is not None:

@@ -81,13 +81,15 @@ def run_facts(run: RunData) -> list[tuple[str, str]]:
     )
     device = "GPUs" if cluster.get("use_gpu") else "CPU"
     prompts, completions = (_format_value(grpo.get(name)) for name in ("prompts_per_step", "num_generations"))
+    is_fine_tuning = run.section("run").get("kind") == "sft"
+    per_step = f"{prompts} demonstrations" if is_fine_tuning else f"{prompts} problems x {completions} completions"
     facts = {
         "model": model.get("path"),
         "data": shown_training(data.get("train")),
-        "rewards": rewards.get("functions"),
+        "rewards": None if is_fine_tuning else rewards.get("functions"),
         "workers": f"{_format_value(cluster['num_workers'])} on {device}" if "num_workers" in cluster else None,
         "engines": _dedicated_engines(run.section("engine"), device),
-        "per step": f"{prompts} problems x {completions} completions" if grpo else None,
+        "per step": per_step if grpo else None,
         "per generation batch": _generation_batch(grpo),
         "commit": run.section("versions").get("commit"),
         "started": format_utc(to_float(run.events[0]["at"])) + " UTC" if run.events else None,

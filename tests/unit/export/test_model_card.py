@@ -178,6 +178,28 @@ def test_card_counts_dedicated_engines(tmp_path: Path, engine: dict[str, Any], t
     assert "<b>" not in line.replace("`<b>", "")
 
 
+def test_card_of_fine_tuning_does_not_claim_grpo(tmp_path: Path) -> None:
+    config = changed(run={"kind": "sft"}, data={"train": "shown.jsonl"})
+    card = card_of(write_run(tmp_path, config=config))
+    assert "`tiny-arithmetic`, fine-tuned on demonstrations of `shown.jsonl`." in card
+    assert "| method | `supervised fine-tuning of all weights` |" in card
+    assert f"| demonstrations per step | `{CONFIG['grpo']['prompts_per_step']}` |" in card
+    head = card.partition("## How to reproduce it")[0]
+    assert not any(text in head for text in ("GRPO", "completions per problem", "| rewards |", "KL coefficient"))
+    tags = data_of(card).tags
+    assert "sft" in tags and "grpo" not in tags
+
+
+def test_card_names_the_checkpoint_that_the_run_began_with(tmp_path: Path) -> None:
+    folder = write_run(tmp_path, config=changed(run={"from_checkpoint": "/home/alice/runs/other/checkpoint-000075"}))
+    measure(folder)
+    card = card_of(folder)
+    # The measurement before training is that of the checkpoint.
+    assert "| set | problems | initial policy | this policy |" in card
+    assert "more correct completions than with the initial policy" in card
+    assert "| begun with | `.../checkpoint-000075` |" in card and "| base policy | `tiny-arithmetic` |" in card
+
+
 def test_card_of_empty_run_folder_is_written(tmp_path: Path) -> None:
     folder = RunFolder(str(tmp_path), "bare")
     manifest = {"metrics": {"step": 2}, "serial": 1, "files": {}}

@@ -46,6 +46,12 @@ def test_run_facts_name_dedicated_engines(
     assert dict(run_facts(read_run(str(write_run(tmp_path, config=config).local)))).get("engines") == expected
 
 
+def test_run_facts_of_fine_tuning_count_demonstrations(tmp_path: Path) -> None:
+    folder = write_run(tmp_path, config=CONFIG | {"run": CONFIG["run"] | {"kind": "sft"}})
+    facts = dict(run_facts(read_run(str(folder.local))))
+    assert facts["per step"] == f"{CONFIG['grpo']['prompts_per_step']} demonstrations" and "rewards" not in facts
+
+
 @pytest.mark.parametrize(("notify", "shown", "changed"), [(None, "null", False), ("https://chat/hook", HIDDEN, True)])
 def test_run_settings_masked_only_with_a_value(tmp_path: Path, notify: str | None, shown: str, changed: bool) -> None:
     folder = write_run(tmp_path, config=CONFIG | {"run": CONFIG["run"] | {"notify": notify}})
