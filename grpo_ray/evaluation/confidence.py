@@ -19,7 +19,8 @@ def wilson_interval(values: Sequence[float]) -> Measure:
 
     Unlike the normal approximation, it is accurate near 0 and 1 too. With one completion per problem the n values are
     Bernoulli trials and m = n. The mean of several completions of a problem varies less than one trial, so m is then
-    the effective sample size n p (1 - p) / s^2, where s^2 is the variance of the values (Kish's design effect).
+    the effective sample size n p (1 - p) / s^2, where s^2 is the variance of the values (Kish's design effect); n if all
+    values are equal.
 
     Args:
         values: (n,) one value per problem, 0 to 1.
@@ -28,7 +29,8 @@ def wilson_interval(values: Sequence[float]) -> Measure:
     if not n:
         return Measure(math.nan, count=0)
     mean = sum(values) / n
-    variance = sum((value - mean) ** 2 for value in values) / n
+    # Compared first: the rounded mean of equal values can differ from them, and m would be huge.
+    variance = 0.0 if min(values) == max(values) else sum((value - mean) ** 2 for value in values) / n
     trials = n * mean * (1 - mean) / variance if variance else n
     center = (mean + Z * Z / (2 * trials)) / (1 + Z * Z / trials)
     half = Z * math.sqrt(mean * (1 - mean) / trials + Z * Z / (4 * trials * trials)) / (1 + Z * Z / trials)

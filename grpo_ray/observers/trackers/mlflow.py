@@ -104,9 +104,13 @@ class MlflowTracker(Tracker):
 
     def finish(self, step: int, summary: Mapping[str, Any]) -> None:
         self._client.log_dict(self._id, dict(flatten(summary)), "summary.json")
+        tags = self._client.get_run(self._id).data.tags
         for name in ("best_checkpoint", "latest_checkpoint", "stopped"):
+            tag = f"grpo_ray.{name}"
             if summary.get(name):
-                self._client.set_tag(self._id, f"grpo_ray.{name}", str(summary[name]))
+                self._client.set_tag(self._id, tag, str(summary[name]))
+            elif tag in tags:  # of an earlier launch, such as the signal that stopped it
+                self._client.delete_tag(self._id, tag)
 
     def close(self, *, is_complete: bool) -> None:
         self._client.set_terminated(self._id, "FINISHED" if is_complete else "FAILED")

@@ -50,6 +50,13 @@ def test_wilson_interval_several_completions_count_as_more_trials() -> None:
     assert interval([0.25, 0.75]) == interval([0.0, 1.0] * 4)
 
 
+def test_wilson_interval_equal_shares_count_as_one_trial_each() -> None:
+    # The mean of three times 0.1 is rounded to another number. m = 3: center (0.1 + 1.9208 / 3) / (1 + 3.8416 / 3)
+    # = 0.3246, half 1.96 sqrt(0.03 + 0.9604 / 9) / (1 + 3.8416 / 3) = 0.3178.
+    assert sum([0.1] * 3) / 3 != 0.1
+    assert interval([0.1] * 3) == (0.0068, 0.6424)
+
+
 @given(values=st.lists(st.sampled_from([0.0, 0.25, 0.5, 1.0]), min_size=1, max_size=40))
 @settings(max_examples=200, deadline=None, derandomize=True)
 def test_wilson_interval_contains_its_value_within_0_and_1(values: list[float]) -> None:
