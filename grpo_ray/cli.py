@@ -716,7 +716,7 @@ def require_checkpoint(path: str) -> None:
 
 def run_export(arguments: argparse.Namespace) -> int:
     """Write the policy of a checkpoint as a plain Hugging Face folder, and push it to the hub with `--push`."""
-    from grpo_ray.export.checkpoint import export, find_checkpoint, read_origin
+    from grpo_ray.export.checkpoint import export, find_checkpoint, has_export, read_origin
     from grpo_ray.export.hub import Hub, token_from_environment
 
     if arguments.public and not arguments.push:
@@ -724,8 +724,8 @@ def run_export(arguments: argparse.Namespace) -> int:
     target = Path(arguments.folder).expanduser()
     hub = Hub(token_from_environment()) if arguments.push else None
     if hub:
-        # Before the export, which may take long: a push that cannot work is refused here.
-        find_checkpoint(arguments.checkpoint)
+        # Before the export, which may take long, and before a repository is created for nothing.
+        has_export(target, find_checkpoint(arguments.checkpoint), arguments.dtype)
         repo = hub.open_repo(arguments.push, arguments.public)
     exported = export(
         arguments.checkpoint,

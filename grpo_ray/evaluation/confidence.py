@@ -19,8 +19,8 @@ def wilson_interval(values: Sequence[float]) -> Measure:
 
     Unlike the normal approximation, it is accurate near 0 and 1 too. With one completion per problem the n values are
     Bernoulli trials and m = n. The mean of several completions of a problem varies less than one trial, so m is then
-    the effective sample size n p (1 - p) / s^2, where s^2 is the variance of the values (Kish's design effect); n if all
-    values are equal.
+    the effective sample size n p (1 - p) / s^2, where s^2 is the variance of the values (Kish's design effect), or n if
+    all values are equal.
 
     Args:
         values: (n,) one value per problem, 0 to 1.

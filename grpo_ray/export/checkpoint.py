@@ -73,9 +73,7 @@ def export(
         raise ConfigError(f"{target} exists; name a new folder")
     checkpoint = find_checkpoint(path)
     origin = describe_origin(checkpoint, dtype)
-    if target.exists():
-        if read_origin(target) != origin:
-            raise ConfigError(f"{target} exists, and is no export of {checkpoint.uri}; name a new folder")
+    if has_export(target, checkpoint, dtype):
         on_progress(f"{target} has the export of {checkpoint.uri} already; it is left as it is")
         return checkpoint.uri
     on_progress(f"reading {checkpoint.uri}")
@@ -138,6 +136,19 @@ def _move_to_new(folder: Path, target: Path) -> None:
         if error.errno in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
             raise ConfigError(f"{target} exists; name a new folder") from None
         raise
+
+
+def has_export(target: Path, checkpoint: CheckpointInfo, dtype: str | None) -> bool:
+    """Return True if a folder has the export of a checkpoint in a precision already, False if it does not exist.
+
+    Raises:
+        ConfigError: the folder exists, and is no such export.
+    """
+    if not target.exists():
+        return False
+    if read_origin(target) != describe_origin(checkpoint, dtype):
+        raise ConfigError(f"{target} exists, and is no export of {checkpoint.uri}; name a new folder")
+    return True
 
 
 def describe_origin(checkpoint: CheckpointInfo, dtype: str | None) -> dict[str, Any]:
