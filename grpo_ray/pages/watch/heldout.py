@@ -163,26 +163,30 @@ class HeldoutReader:
     notes: list[str] = field(default_factory=list)
     _read: dict[HeldoutFile, Measurement | None] = field(default_factory=dict)
     """Each listed file -> its measurement; None if the file cannot be read."""
+    _is_incomplete: bool = False
+    """True if the storage failed while a file was read, so that it is read again."""
 
     def refresh(self, keys: Sequence[str]) -> bool:
-        """Read new and changed files of the sets; return True if any was added, changed or removed.
+        """Read new and changed files of the sets; return True if the measurements or notes have changed.
 
         Raises OSError if they cannot be listed.
         """
         files = [file for key in keys for file in list_heldout_files(self.folder, key)]
-        if files == list(self._read):
+        if files == list(self._read) and not self._is_incomplete:
             return False
         read: dict[HeldoutFile, Measurement | None] = {}
-        notes = []
+        notes, is_incomplete = [], False
         for file in files:
             try:
-                read[file] = self._read[file] if file in self._read else read_measurement(self.folder, file)
+                read[file] = self._read.get(file) or read_measurement(self.folder, file)
             except DataError as error:
                 read[file] = None
+                is_incomplete |= isinstance(error.__cause__, OSError)
                 notes.append(f"held-out records cannot be read: {error}")
-        self._read, self.notes = read, notes
+        changed = files != list(self._read) or notes != self.notes
+        self._read, self.notes, self._is_incomplete = read, notes, is_incomplete
         self.sets = [each for key in keys if (each := _heldout_set(key, list(read.values()))).measurements]
-        return True
+        return changed
 
 
 def _heldout_set(key: str, measurements: Sequence[Measurement | None]) -> HeldoutSet:

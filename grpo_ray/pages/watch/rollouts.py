@@ -307,25 +307,30 @@ class RolloutReader:
         self._folder = folder
         self._files: list[RolloutFile] = []
         self._parts: dict[RolloutFile, _FileRows] = {}
+        self._is_incomplete = False
+        """True if the storage failed while a file was read, so that it is read again."""
         self.index = RolloutIndex(folder, [], [])
 
     def refresh(self) -> bool:
-        """Read new and changed files; return True if any was added, changed or removed.
+        """Read new and changed files; return True if the groups or notes have changed.
 
         Raises OSError if the folder cannot be listed.
         """
         files = list_rollout_files(self._folder)
-        if files == self._files:
+        if files == self._files and not self._is_incomplete:
             return False
-        parts, notes = {}, []
+        parts, notes, is_incomplete = {}, [], False
         for file in files:
             try:
                 parts[file] = self._parts.get(file) or self._read(file)
             except DataError as error:
+                is_incomplete |= isinstance(error.__cause__, OSError)
                 notes.append(f"rollouts cannot be read: {error}")
-        self._files, self._parts = files, parts
-        self.index = RolloutIndex(self._folder, list(parts.values()), notes)
-        return True
+        changed = files != self._files or notes != self.index.notes
+        self._files, self._parts, self._is_incomplete = files, parts, is_incomplete
+        if changed:
+            self.index = RolloutIndex(self._folder, list(parts.values()), notes)
+        return changed
 
     def _read(self, file: RolloutFile) -> _FileRows:
         import pyarrow.compute as pc

@@ -4,8 +4,16 @@ from pathlib import Path
 
 import pytest
 
+from grpo_ray.errors import DataError
+from grpo_ray.pages.watch import heldout as heldout_module
 from grpo_ray.pages.watch.heldout import HeldoutReader, describe_problem
-from grpo_ray.storage.records.heldout_files import HeldoutRecord, write_heldout
+from grpo_ray.storage.records.heldout_files import (
+    HeldoutFile,
+    HeldoutRecord,
+    Measurement,
+    read_measurement,
+    write_heldout,
+)
 from grpo_ray.storage.run_folder import RunFolder
 
 
@@ -97,6 +105,25 @@ def test_reader_damaged_file_is_noted(folder: RunFolder) -> None:
     folder.write_text("no parquet", "heldout", "step-00000020.parquet")
     reader = reader_of(folder)
     assert len(reader.sets[0].measurements) == 1 and "step-00000020" in reader.notes[0]
+
+
+def test_reader_file_is_read_again_after_the_storage_failed(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    is_down = True
+
+    def read(folder: RunFolder, file: HeldoutFile) -> Measurement:
+        if is_down and file.step == 20:
+            raise DataError("no connection") from OSError("no connection")
+        return read_measurement(folder, file)
+
+    monkeypatch.setattr(heldout_module, "read_measurement", read)
+    write(folder, 10, 0.0, 1.0)
+    write(folder, 20, 1.0, 1.0)
+    reader = HeldoutReader(folder)
+    assert reader.refresh(["heldout"]) and len(reader.notes) == 1 and not reader.refresh(["heldout"])
+    assert [each.file.step for each in reader.sets[0].measurements] == [10]
+    is_down = False
+    assert reader.refresh(["heldout"]) and reader.notes == [] and not reader.refresh(["heldout"])
+    assert [each.file.step for each in reader.sets[0].measurements] == [10, 20]
 
 
 def test_reader_several_sets_have_labels(folder: RunFolder) -> None:

@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 from page_samples import make_group
 
+from grpo_ray.errors import DataError
 from grpo_ray.pages.watch import rollouts
 from grpo_ray.pages.watch.rollouts import GroupQuery, RolloutIndex, RolloutReader
 from grpo_ray.storage.records.conversation_columns import ConversationRecord, MessageRecord
@@ -225,6 +226,24 @@ def test_reader_damaged_file_is_noted_and_not_read_again(folder: RunFolder) -> N
     reader = RolloutReader(folder)
     assert reader.refresh() and len(reader.index) == 1
     assert "steps-00000002-00000003.parquet" in reader.index.notes[0]
+    assert not reader.refresh()
+
+
+def test_reader_file_is_read_again_after_the_storage_failed(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    original, is_down = rollouts.read_rollout_file, True
+
+    def read(*given: object) -> object:
+        if is_down:
+            raise DataError("no connection") from OSError("no connection")
+        return original(*given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(rollouts, "read_rollout_file", read)
+    write_rollouts(folder, [make_group(1, A, (1.0,))])
+    reader = RolloutReader(folder)
+    assert reader.refresh() and len(reader.index) == 0 and len(reader.index.notes) == 1
+    assert not reader.refresh()
+    is_down = False
+    assert reader.refresh() and len(reader.index) == 1 and reader.index.notes == []
     assert not reader.refresh()
 
 
