@@ -212,10 +212,13 @@ class _TrackerThread:
         return has_ended
 
     def _deliver_all(self) -> None:
+        is_flushed = False
         try:
-            while (item := self._next()) is not None:
-                self._persist(partial(self._deliver, item))
-            self._persist(self._flush)
+            while not is_flushed:
+                while (item := self._next()) is not None:
+                    self._persist(partial(self._deliver, item))
+                self._persist(self._flush)
+                is_flushed = not self._has_lost
         except GaveUpError:
             return
         try:
@@ -320,6 +323,7 @@ class _TrackerThread:
                 self._catch_up()
                 tracker.log_events(self._position.step, self._events.lines())
                 tracker.finish(self._position.step, item.summary)
+                self._flush()  # here, so that a failure repeats all of this
                 self._is_complete = True
             case _Recover():
                 self._recover()

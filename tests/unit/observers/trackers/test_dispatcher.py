@@ -94,6 +94,9 @@ class BufferedTracker(MemoryTracker):
     def log_heldout(self, step: int, metrics: Mapping[str, Any], at: float) -> None:
         self.unwritten.append(partial(super().log_heldout, step, metrics, at))
 
+    def finish(self, step: int, summary: Mapping[str, Any]) -> None:
+        self.unwritten.append(partial(super().finish, step, summary))
+
     def flush(self) -> None:
         if self.store.failures:
             self.store.failures -= 1
@@ -339,6 +342,19 @@ def test_dispatcher_steps_lost_by_a_failed_flush_are_sent_again(folder: RunFolde
     assert rewards(store) == {1: 1.0, 2: 2.0, 3: 3.0, 4: 4.0, 5: 5.0}
     assert store.times == {1: 101.0, 2: 102.0, 3: 103.0, 4: 104.0, 5: 105.0}
     assert store.heldout == {0: {"heldout/accuracy": 0.25}}
+    assert [notice.split(":")[1] for notice in driver.notices] == [" a failed", " a works again"]
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_dispatcher_failed_last_flush_loses_nothing(folder: RunFolder, finished: bool) -> None:
+    store = MemoryStore()
+    driver = Driver(folder, {"a": lambda: BufferedTracker(store)})
+    driver.resume(0)
+    wait_until(lambda: store.flushes > 0)
+    driver.take(1, 2)
+    store.failures = 1
+    driver.end(finished=finished)
+    assert rewards(store) == {1: 1.0, 2: 2.0} and bool(store.summary) == finished
     assert [notice.split(":")[1] for notice in driver.notices] == [" a failed", " a works again"]
 
 
