@@ -31,18 +31,23 @@ class RunFiles(RunObserver):
         self.metrics, self.events, self._notice = MetricsFile(folder), EventsFile(folder), notice
         self.may_write = True
         """False once another driver has taken the run folder."""
+        self._measured: dict[int, Mapping[str, Any]] = {}
+        """Step -> its held-out metrics that were measured in this launch. The file of a driver that was killed may lack
+        the row, which comes from the checkpoint when the run resumes."""
 
     def event(self, entry: Mapping[str, Any]) -> None:
         self.events.add(entry)
 
     def resumed(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        self.metrics.resume(step, rows)
+        self._measured = {each: metrics for each, metrics in self._measured.items() if each <= step}
+        self.metrics.resume(step, [{**row, **self._measured.get(row["step"], {})} for row in rows])
 
     def step(self, row: Mapping[str, Any], at: float) -> None:
         self.metrics.add(row)
         self.events.add({"event": "step", "at": at, "step": row["step"]})
 
     def measured(self, step: int, metrics: Mapping[str, Any]) -> None:
+        self._measured[step] = metrics
         self.metrics.merge(step, metrics)
 
     def flush(self) -> None:

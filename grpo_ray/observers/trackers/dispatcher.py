@@ -354,8 +354,9 @@ class _TrackerThread:
             self._flush()
 
     def _log_heldout(self, step: int, metrics: Mapping[str, Any], at: float) -> None:
+        """Log held-out metrics that the tracker does not have yet; those of later steps come with their row."""
         heldout = heldout_part(numbers_of(metrics))
-        if heldout and step > self._position.heldout:
+        if heldout and self._position.heldout < step <= self._position.step:
             self._opened.log_heldout(step, heldout, at)
             self._position = Position(self._position.step, step)
 

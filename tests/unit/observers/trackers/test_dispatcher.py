@@ -248,6 +248,23 @@ def test_dispatcher_killed_driver_next_one_sends_what_is_missing(folder: RunFold
     assert store.closed == [False, True]
 
 
+@pytest.mark.parametrize("cls", [MemoryTracker, AppendOnlyTracker])
+def test_dispatcher_measure_taken_before_the_resume_comes_with_its_step(folder: RunFolder, cls: Any) -> None:
+    # A driver measures the checkpoint that it resumes from; the tracker has none of the killed driver's steps.
+    store = MemoryStore()
+    first = Driver(folder, {})
+    first.resume(0)
+    first.take(1)
+    first.feed.step({"step": 2, "reward/mean": 2.0, "heldout/accuracy": 0.25}, 102.0)
+    first.take(3, 4)
+    again = Driver(folder, {"a": lambda: cls(store)})
+    again.feed.measured(4, {"heldout/accuracy": 0.5})
+    again.resume(4)
+    again.end()
+    assert store.heldout == {} and sorted(store.rows) == [1, 2, 3, 4]
+    assert [row.get("heldout/accuracy") for row in store.rows.values()] == [None, 0.25, None, 0.5]
+
+
 def test_dispatcher_tracker_added_later_gets_the_whole_run(folder: RunFolder) -> None:
     first, second = MemoryStore(), MemoryStore()
     driver = Driver(folder, {"a": lambda: MemoryTracker(first)})
