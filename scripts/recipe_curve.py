@@ -18,11 +18,12 @@ COLOURS = ("#8a6d3b", "#1f6f8b")
 
 
 def curves_of(folder: Path) -> list[Curve]:
-    """Return the training reward of each logged step, and the held-out score with its 95 % interval."""
+    """Return the training reward of each logged step, and the primary held-out score with its 95 % interval."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    before = json.loads((folder / "summary.json").read_text(encoding="utf-8"))["heldout"]
-    (measures,) = before.values()
-    measured = [(0, measures["before"])]
+    summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    before = [each["before"] for each in summary["heldout"].values()]
+    # `heldout_before` is that of the primary set; null if it was not measured.
+    measured = [(0, each) for each in before if each and each["accuracy"] == summary["heldout_before"]][:1]
     for row in rows:
         if "heldout/accuracy" in row:
             measured.append((row["step"], {name: row[f"heldout/{name}"] for name in ("accuracy", "low", "high")}))

@@ -61,7 +61,8 @@ def test_recipe_curve_draws_reward_and_heldout(tmp_path: Path, monkeypatch: pyte
     rows[1] |= {"heldout/accuracy": 0.5, "heldout/low": 0.25, "heldout/high": 0.75}
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     before = {"accuracy": 0.0, "low": 0.0, "high": 0.25}
-    (run / "summary.json").write_text(json.dumps({"heldout": {"heldout": {"before": before}}}))
+    sets = {"heldout/sums": {"before": {**before, "accuracy": 0.125}}, "heldout/games": {"before": before}}
+    (run / "summary.json").write_text(json.dumps({"heldout": sets, "heldout_before": 0.0}))
     reward, heldout = recipe_curve.curves_of(run)
     assert reward.points == [(1, 0.25), (2, 0.5), (3, 0.75)]
     assert heldout.points == [(0, 0.0), (2, 0.5)] and heldout.intervals == [(0.0, 0.25), (0.25, 0.75)]
