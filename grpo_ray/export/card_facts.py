@@ -1,5 +1,6 @@
 """Facts for the model card of a checkpoint, read from its run folder."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,8 @@ from grpo_ray.text.redaction import known_secrets, redact, redact_settings
 
 PRIVATE_FIELDS = {"run": ("storage_path", "notify")}
 """Section -> fields that the card leaves out: they belong to the author's machines and do not affect the result."""
+LOCAL_PATH = re.compile(r"(\w+=)?(?:/|~|file://).*")
+"""Absolute local path, also of a benchmark's files: `math500=/data/math500.jsonl`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,12 +127,12 @@ def _public_config(recorded: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any
 
 def _shorten_paths(value: Any) -> Any:
     """Replace the folders of absolute local paths by "...", since they exist only on the author's machine."""
-    if isinstance(value, Mapping):
-        return {key: _shorten_paths(item) for key, item in value.items()}
+    if isinstance(value, Mapping):  # a reward model's folder is a key of its settings
+        return {_shorten_paths(key): _shorten_paths(item) for key, item in value.items()}
     if isinstance(value, list):
         return [_shorten_paths(item) for item in value]
-    if isinstance(value, str) and value.startswith(("/", "~", "file://")) and "\n" not in value:
-        return f".../{value.rstrip('/').rpartition('/')[2]}"
+    if isinstance(value, str) and (path := LOCAL_PATH.fullmatch(value)):
+        return f"{path[1] or ''}.../{value.rstrip('/').rpartition('/')[2]}"
     return value
 
 

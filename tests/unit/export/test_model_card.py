@@ -224,6 +224,16 @@ def test_card_hides_secrets_and_the_authors_paths(tmp_path: Path, monkeypatch: p
     assert HIDDEN in card and "`.../qwen`" in card
 
 
+def test_card_shortens_paths_of_benchmarks_and_reward_models(tmp_path: Path) -> None:
+    heldout = {"math": "math500=/home/alice/math500.jsonl"}
+    rewards = {"functions": ["/home/alice/judge"], "settings": {"/home/alice/judge": {"scale": 2}}}
+    card = card_of(write_run(tmp_path, config=changed(data={"heldout": heldout}, rewards=rewards)))
+    assert "alice" not in card
+    shown = yaml.safe_load(card.partition("```yaml\n")[2].partition("\n```")[0])
+    assert shown["data"]["heldout"] == {"math": "math500=.../math500.jsonl"}
+    assert shown["rewards"]["settings"] == {".../judge": {"scale": 2}}
+
+
 HOSTILE = "x`</code><script>alert(1)</script>|**b**\n# h\n```\n---\n![i](http://h/i.png)\u202e"
 
 
