@@ -605,12 +605,16 @@ function fillSelect(select, options, chosen = null) {
   if (options.some(([value]) => value === before)) select.value = before;
 }
 
+/** Offer the measurements of the chosen set; the second one follows the newest unless another is chosen. */
 function showSteps() {
   const fields = byId("heldout-filter").elements;
+  const after = fields.namedItem("after");
+  const isNewest = after.selectedIndex === after.options.length - 1;
   const set = state.heldout.find((each) => each.key === fields.namedItem("set").value) ?? state.heldout[0];
   const options = set.measurements.map((each) => [String(each.step), `${each.step ? `step ${each.step}` : "initial policy"}: ${number(each.accuracy)}`]);
   fillSelect(fields.namedItem("before"), options, options[0][0]);
-  fillSelect(fields.namedItem("after"), options, options[options.length - 1][0]);
+  fillSelect(after, options);
+  if (isNewest) after.selectedIndex = options.length - 1;
   fillSelect(fields.namedItem("third"), [["", "nothing"], ...options]);
   byId("heldout-note").textContent = set.omitted ? `${plural(set.omitted, "measurement")} on other problems or with another sampling left out.` : "";
   loadChanges();

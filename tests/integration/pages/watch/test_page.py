@@ -121,6 +121,27 @@ def test_page_follows_a_growing_run_and_keeps_what_is_open(browser: Browser, tmp
 
 
 @pytest.mark.slow
+def test_page_compares_with_the_newest_measurement(browser: Browser, tmp_path: Path) -> None:
+    folder = write_run(tmp_path)
+
+    def measure(step: int, verdict: float) -> None:
+        record = HeldoutRecord(problem="p", correct=(verdict,), lengths=(5,), truncated=(False,))
+        write_heldout(folder, "heldout", step, [record], policy="", conditions={})
+
+    newest = "document.querySelector('#heldout-filter [name=after]')"
+    measure(0, 0.0)
+    with serving(folder) as server, browser.page(f"{server.url}#heldout") as page:
+        page.wait_for_selector("#heldout-problems .empty")
+        measure(40, 1.0)
+        wait_until(page, f"(poll(), {newest}.value === '40')")
+        page.wait_for_selector("#heldout-problems button")
+        page.select_option("#heldout-filter [name=after]", "0")
+        measure(50, 1.0)
+        wait_until(page, f"(poll(), {newest}.options.length === 3)")
+        assert page.evaluate(f"{newest}.value") == "0"
+
+
+@pytest.mark.slow
 def test_page_says_that_the_command_has_ended(shared_browser: Browser, tmp_path: Path) -> None:
     with watch_command(write_run(tmp_path)) as (process, url), shared_browser.page(url) as page:
         page.wait_for_selector("#report figure svg")
