@@ -219,8 +219,10 @@ class RunView:
     def add_measures(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Add the held-out metrics of a step's policy."""
         for label, measure in policy_measures(metrics, step).items():
-            self.heldout[label] = measure
-            best = self.best.get(label)
+            latest, best = self.heldout.get(label), self.best.get(label)
+            # A driver measures the checkpoint that it resumes from before it receives the older rows.
+            if latest is None or (latest.step or 0) <= step:
+                self.heldout[label] = measure
             if best is None or measure.accuracy.value > best.accuracy.value:
                 self.best[label] = measure
 

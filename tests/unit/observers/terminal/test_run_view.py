@@ -98,6 +98,13 @@ def test_view_best_measure_is_kept_beside_the_latest() -> None:
     assert (view.heldout[""].step, view.best[""].step) == (2, 1)
 
 
+def test_view_measure_before_older_rows_stays_the_latest() -> None:
+    view = view_after()
+    view.add_measures(20, {"heldout/accuracy": 0.5})
+    view.resume(20, [row(10, heldout__accuracy=0.25), row(20)])
+    assert view.heldout[""] == PolicyMeasure(Measure(0.5), 20)
+
+
 def test_policy_measures_named_sets_have_their_names() -> None:
     metrics = {"heldout/accuracy": 0.5, "heldout/low": 0.4, "heldout/high": 0.6}
     assert policy_measures(metrics, 3) == {"": PolicyMeasure(Measure(0.5, 0.4, 0.6), 3)}
