@@ -158,7 +158,9 @@ class RunFolder:
         except OSError as error:
             message = " ".join(str(error).split())
             where = redact_credentials(self.storage_path)
-            raise ConfigError(f"run.storage_path={where}: cannot be written: {message}") from None
+            raise ConfigError(
+                f"run.storage_path={where}: cannot be written: {message}; set another run.storage_path"
+            ) from None
 
     def write_bytes(self, data: bytes, *names: str) -> None:
         """Write a small file atomically: on a file system, into a temporary file that is then renamed."""

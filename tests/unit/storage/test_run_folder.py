@@ -250,6 +250,7 @@ def test_check_writable_below_plain_file_raises(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         RunFolder(str(path), "run").check_writable()
     assert str(caught.value).startswith(f"run.storage_path={path}: cannot be written: ")
+    assert str(caught.value).endswith("; set another run.storage_path")
     assert "\n" not in str(caught.value)
 
 
