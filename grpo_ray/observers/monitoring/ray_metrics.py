@@ -24,8 +24,10 @@ from grpo_ray.observers.monitoring.exported_metrics import (
     WARNINGS,
     LaunchGoodput,
     Sample,
+    exported_name,
     samples_of_row,
 )
+from grpo_ray.telemetry.health import SKIPPED
 from grpo_ray.text.redaction import redact
 
 REFRESH_SECONDS = 1.0
@@ -84,7 +86,9 @@ class RayMetrics(RunObserver):
 
     def step(self, row: Mapping[str, Any], at: float) -> None:
         """Set the metrics of the step, and the goodput so far."""
-        self._set_row(row)
+        # Missing while it is 0, also after a restart that has set it back.
+        counts = {SKIPPED: 0.0} if (exported_name(SKIPPED), None) in self._latest else {}
+        self._set_row({**counts, **row})
         if self._goodput is not None:
             self._goodput.add(int(row["step"]), row.get("step/seconds", 0.0))
             self._set(Sample(GOODPUT, self._goodput.share(at)))
