@@ -34,6 +34,7 @@ from grpo_ray.driver.stage_config import Stages, has_stages, load_stages
 from grpo_ray.errors import ConfigError, DamagedFileError, GrpoRayError, HubError, TrainingError
 from grpo_ray.examples import FIRST_REWARD, describe_examples, example_path, write_first_files
 from grpo_ray.resilience.error_triage import MEMORY_ADVICE, is_memory_kill
+from grpo_ray.storage.numbers import json_values
 from grpo_ray.storage.retry import is_full, is_transient
 from grpo_ray.text.redaction import redact, redact_stream
 
@@ -1119,7 +1120,8 @@ def train_help() -> str:
 
 
 def to_json(value: dict[str, Any]) -> str:
-    return json.dumps(value, indent=2) + "\n"
+    """Return a value as indented JSON, with null for an unknown number, such as the interval of a single problem."""
+    return json.dumps(json_values(value), indent=2, allow_nan=False) + "\n"
 
 
 def require_writable(path: str | None) -> None:

@@ -1,6 +1,8 @@
-"""Conversion of numbers from a run's files, which may hold any other value in their place."""
+"""Conversion of numbers from a run's files, which may hold any other value in their place, and for JSON."""
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 LARGEST_NUMBER = 1e15
 """Upper bound of plausible steps, times, durations and counts; larger numbers count as malformed."""
@@ -31,3 +33,14 @@ def to_bounded(value: object) -> float | None:
     """Convert a number whose size is at most `LARGEST_NUMBER` to a float; None for anything else."""
     number = to_finite(value)
     return number if number is not None and abs(number) <= LARGEST_NUMBER else None
+
+
+def json_values(value: Any) -> Any:
+    """Return nested data with None in place of numbers that JSON does not have: NaN and infinities."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: json_values(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [json_values(item) for item in value]
+    return value

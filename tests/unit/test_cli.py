@@ -4,6 +4,8 @@ import argparse
 import errno
 import importlib.util
 import itertools
+import json
+import math
 import os
 import shlex
 import signal
@@ -69,6 +71,13 @@ def test_arguments_of_every_command_with_overrides_are_tested() -> None:
 def test_export_options_any_order(line: str) -> None:
     parsed = parse(shlex.split(line))
     assert (parsed["checkpoint"], parsed["folder"], parsed["dtype"]) == ("CHECKPOINT", "FOLDER", "float32")
+
+
+def test_result_has_null_for_an_unknown_number() -> None:
+    result = {"pass_at_1": {"value": 0.5, "low": math.nan, "high": math.inf}, "sets": [math.nan, 2], "name": "nan"}
+    assert json.loads(cli.to_json(result), parse_constant=pytest.fail) == {
+        "pass_at_1": {"value": 0.5, "low": None, "high": None}, "sets": [None, 2], "name": "nan",
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("command", [["fork", "run", "--at", "0"], ["replay", "run", "--step", "1"]])

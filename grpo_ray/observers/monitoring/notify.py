@@ -6,7 +6,6 @@ a secret, since anyone who has it can post to the chat: messages quote neither i
 
 import http.client
 import json
-import math
 import threading
 import time
 import urllib.error
@@ -18,6 +17,7 @@ from typing import Any
 
 from grpo_ray.config.schema import Config
 from grpo_ray.observers.feed import RunObserver
+from grpo_ray.storage.numbers import json_values
 from grpo_ray.telemetry.events import event_text
 from grpo_ray.telemetry.measures import format_heldout, heldout_part
 from grpo_ray.text.display import safe_text
@@ -245,15 +245,4 @@ class Notifier(RunObserver):
             "what": what,
             "summary": summary,
         }
-        self._outbox.put(json.dumps(_without_infinities(redact_row(payload)), allow_nan=False).encode())
-
-
-def _without_infinities(value: Any) -> Any:
-    """Return nested data with null in place of numbers that JSON does not have."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {key: _without_infinities(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_without_infinities(item) for item in value]
-    return value
+        self._outbox.put(json.dumps(json_values(redact_row(payload)), allow_nan=False).encode())
