@@ -103,6 +103,7 @@ class TrackerDispatcher(RunObserver):
         close_seconds: float = CLOSE_SECONDS,
     ):
         self._events, self._notice, self._close_seconds = events, notice, close_seconds
+        self._has_resumed = False
         self._threads = [
             _TrackerThread(name, partial(create, name), file, events, describe, notice, queue_items) for name in names
         ]
@@ -114,6 +115,7 @@ class TrackerDispatcher(RunObserver):
             self._offer(_Events())
 
     def resumed(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        self._has_resumed = True
         self._offer(_Resumed(step, tuple(rows)))
 
     def step(self, row: Mapping[str, Any], at: float) -> None:
@@ -121,7 +123,10 @@ class TrackerDispatcher(RunObserver):
         self._offer(_Step(dict(row), at))
 
     def measured(self, step: int, metrics: Mapping[str, Any]) -> None:
-        self._offer(_Heldout(step, dict(metrics), time.time()))
+        # Before an attempt the driver measures old checkpoints, the newest one first. They are read from
+        # `metrics.jsonl` when the attempt begins, in the order of steps and with the steps that a tracker lacks.
+        if self._has_resumed:
+            self._offer(_Heldout(step, dict(metrics), time.time()))
 
     def finished(self, summary: Mapping[str, Any]) -> None:
         self._offer(_Finished(dict(summary)))
@@ -354,9 +359,8 @@ class _TrackerThread:
             self._flush()
 
     def _log_heldout(self, step: int, metrics: Mapping[str, Any], at: float) -> None:
-        """Log held-out metrics that the tracker does not have yet; those of later steps come with their row."""
         heldout = heldout_part(numbers_of(metrics))
-        if heldout and self._position.heldout < step <= self._position.step:
+        if heldout and step > self._position.heldout:
             self._opened.log_heldout(step, heldout, at)
             self._position = Position(self._position.step, step)
 

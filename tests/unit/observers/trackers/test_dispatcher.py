@@ -260,9 +260,23 @@ def test_dispatcher_measure_taken_before_the_resume_comes_with_its_step(folder: 
     again = Driver(folder, {"a": lambda: cls(store)})
     again.feed.measured(4, {"heldout/accuracy": 0.5})
     again.resume(4)
-    again.end()
+    again.end(finished=False)
     assert store.heldout == {} and sorted(store.rows) == [1, 2, 3, 4]
     assert [row.get("heldout/accuracy") for row in store.rows.values()] == [None, 0.25, None, 0.5]
+
+
+def test_dispatcher_measures_taken_newest_first_all_arrive(folder: RunFolder) -> None:
+    store = MemoryStore()
+    first = Driver(folder, {"a": lambda: MemoryTracker(store)})
+    first.resume(0)
+    first.take(1, 2, 3, 4)
+    first.end(finished=False)
+    again = Driver(folder, {"a": lambda: MemoryTracker(store)})
+    again.feed.measured(4, {"heldout/accuracy": 0.5})
+    again.feed.measured(2, {"heldout/accuracy": 0.25})
+    again.resume(4)
+    again.end()
+    assert store.heldout == {2: {"heldout/accuracy": 0.25}, 4: {"heldout/accuracy": 0.5}}
 
 
 def test_dispatcher_tracker_added_later_gets_the_whole_run(folder: RunFolder) -> None:
