@@ -150,7 +150,9 @@ def _regroup(pool: Batch, limit: PassLimit, count: int, savings: SavingsPlan, wo
     parts = split_rows(lengths[workers.rank], passes, limit, lengths)
     if assignment.is_shared:
         rows = _exchange_rows(pool, assignment, workers)
-        filled = [concatenate([rows[index] for index in part]) for part in parts]
+        # VESPO adds up the logarithms of ratios over padding too (`exact_savings.py`): there they have to be 0.
+        fill = {"importance_sampling_ratio": 1.0}
+        filled = [concatenate([rows[index] for index in part], fill=fill) for part in parts]
     else:
         own = [row for _, row in assignment.rows[workers.rank]]
         filled = [select_rows(pool, [own[index] for index in part]) for part in parts]

@@ -19,6 +19,8 @@ from grpo_ray.learner.passes import PASS_COST
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
+RATIO_OF_EACH_TOKEN = {"vllm_importance_sampling_mode": "token_truncate"}
+"""Importance sampling with a ratio for each token, the only one that a config allows for VESPO."""
 TWO_STEPS_TWICE = {"parts": 2, "num_iterations": 2, "max_steps": 6, "epsilon": 0.02}
 """Settings of four steps on the first generation batch, and two on the next."""
 
@@ -30,7 +32,7 @@ EXACT: dict[str, dict[str, Any]] = {
     "truncated completions masked, mean over rows": {"mask_truncated_completions": True, "loss_type": "grpo"},
     "two-sided clipping": {"delta": 1.5, "num_iterations": 2, "epsilon": 0.01},
     "several iterations, sapo": {"loss_type": "sapo", "num_iterations": 2},
-    "several iterations, vespo": {"loss_type": "vespo", "num_iterations": 2},
+    "several iterations, vespo": {"loss_type": "vespo", "num_iterations": 2, **RATIO_OF_EACH_TOKEN},
     "off-policy mask": {"off_policy_mask_threshold": 0.1},
     "rewards scaled by the batch": {"scale_rewards": "batch"},
     "rewards not scaled": {"scale_rewards": "none"},
@@ -49,7 +51,9 @@ EXACT: dict[str, dict[str, Any]] = {
     "high entropy tokens, vespo": {"top_entropy_quantile": 0.3, "loss_type": "vespo"},
     "adaptive entropy bonus": {"use_adaptive_entropy": True, "entropy_target": 6.5, "entropy_coef": 0.02},
     "clipped gradient": {"max_grad_norm": 0.01},
-    **{f"two steps twice, {name}": TWO_STEPS_TWICE | {"loss_type": name} for name in LOSS_TYPES if name != "bnpo"},
+    **{f"two steps twice, {name}": TWO_STEPS_TWICE | {"loss_type": name} for name in LOSS_TYPES
+       if name not in ("bnpo", "vespo")},
+    "two steps twice, vespo": {**TWO_STEPS_TWICE, "loss_type": "vespo", **RATIO_OF_EACH_TOKEN},
     "two steps": {"parts": 2, "importance_sampling_level": "sequence"},
     "three steps, rewards scaled by the batch": {"parts": 3, "max_steps": 3, "scale_rewards": "batch"},
     "two steps twice, reference": TWO_STEPS_TWICE | {"beta": 0.1},

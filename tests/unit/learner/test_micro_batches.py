@@ -259,6 +259,7 @@ def test_plan_micro_batches_rows_that_move_keep_all_values() -> None:
             "prompt_ids": torch.tensor([[0, 5 + rank], [3, 4]]), "prompt_mask": torch.tensor([[0, 1], [1, 1]]),
             "completion_ids": torch.tensor([[7, 7, 7], [8, 0, 0]]) + rank,
             "completion_mask": torch.tensor([[1, 1, 1], [1, 0, 0]]),
+            "importance_sampling_ratio": torch.tensor([[0.5, 2.0, 1.0], [4.0, 1.0, 1.0]]),
             "advantages": torch.tensor([1.0, 2.0]) * (1 - rank), "num_items_in_batch": torch.tensor(4),
         }
         for rank in (0, 1)
@@ -290,6 +291,8 @@ def test_plan_micro_batches_rows_that_move_keep_all_values() -> None:
     assert first["advantages"].tolist() == [1.0, 0.0] and first["completion_ids"].tolist() == [[7, 7, 7], [9, 0, 0]]
     assert second["advantages"].tolist() == [0.0, 2.0] and part.loss_factor == 1.0
     assert second["completion_ids"].tolist() == [[8, 8, 8], [8, 0, 0]]
+    # A row that has moved is padded again, with ratios whose logarithm is 0.
+    assert first["importance_sampling_ratio"].tolist() == [[0.5, 2.0, 1.0], [4.0, 1.0, 1.0]]
     assert second["prompt_ids"].tolist() == [[0, 6], [3, 4]] and second["num_items_in_batch"].item() == 4
 
 
