@@ -67,7 +67,9 @@ class Sizes:
         """Largest number of tokens of a prompt with its completion; None if only the model's config limits it."""
         config = self.config
         limits = [config.engine.max_model_len]
-        if config.data.max_prompt_length is not None:
+        # Environments and rollout functions may make prompts longer than those of the problems.
+        has_own_prompts = bool(config.rollout.environments) or config.rollout.function is not None
+        if config.data.max_prompt_length is not None and not has_own_prompts:
             limits.append(config.data.max_prompt_length + config.grpo.max_completion_length)
         return min((limit for limit in limits if limit is not None), default=None)
 

@@ -113,10 +113,10 @@ def open_dataset(
     shards = _open_dataset(name, split, config)
     if has_tests:
         shards = [replace(each, has_tests=True) if isinstance(each, FileShard) else each for each in shards]
-    if needs_solutions:
-        return shards
     return [
-        replace(each, needs_solution=False, columns_decide=columns_decide) if isinstance(each, FileShard) else each
+        replace(each, needs_solution=needs_solutions, columns_decide=columns_decide)
+        if isinstance(each, FileShard)
+        else each
         for each in shards
     ]
 

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 from config_cases import with_sizes
 
 from grpo_ray.config.loader import load_config
@@ -46,6 +47,21 @@ def test_config_token_limit_gives_rows_that_fit_at_any_length() -> None:
     assert of(1700, workers=3, max_prompt_length=44) == 3 * 4  # of 16
     assert of(1700, workers=(1, 5), max_prompt_length=44) == 4 * 4  # 5 workers cannot share 12 problems
     assert of(1700) == 2 * 1  # the longest prompt is not known
+
+
+@pytest.mark.parametrize(
+    "prompts_of_its_own", ["rollout.environment=grpo_ray.tools.examples:Guess", "rollout.function=own_module:roll"]
+)
+def test_config_token_limit_with_prompts_of_any_length_gives_one_row(prompts_of_its_own: str) -> None:
+    settings = [
+        "cluster.num_workers=2", "grpo.prompts_per_step=8", "grpo.num_generations=4", "grpo.max_completion_length=256",
+        "data.max_prompt_length=44", "grpo.tokens_per_micro_batch=1700",
+    ]  # fmt: skip
+    assert load_config(None, settings).sizes.micro_batch_size == 2 * 4
+    sizes = load_config(None, [*settings, prompts_of_its_own]).sizes
+    assert (sizes.longest_sequence, sizes.micro_batch_size) == (None, 2 * 1)
+    bounded = load_config(None, [*settings, prompts_of_its_own, "engine.max_model_len=850"]).sizes
+    assert (bounded.longest_sequence, bounded.micro_batch_size) == (850, 2 * 2)
 
 
 def test_config_worker_counts_are_those_dividing_the_step() -> None:

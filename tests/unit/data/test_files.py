@@ -554,3 +554,15 @@ def test_parquet_with_repeated_column_raises(tmp_path: Path) -> None:
     pq.write_table(pa.table(arrays, names=["prompt", "solution", "note", "note"]), path)
     with pytest.raises(DataError, match="has the column 'note' twice"):
         file_shards(str(path))
+
+
+def test_columns_decide_the_question_of_a_row_with_a_solution_too(tmp_path: Path) -> None:
+    """Boards of an environment have the same prompt and few different solutions; a part of them may be held out."""
+    path = tmp_path / "boards.jsonl"
+    path.write_text("".join(f'{{"prompt": "Play.", "solution": "yes", "level": {level}}}\n' for level in (1, 2)))
+
+    def questions(columns_decide: bool) -> set[str]:
+        shards = open_dataset(str(path), "train", DataConfig(), needs_solutions=True, columns_decide=columns_decide)
+        return {problem.question_id for shard in shards for problem in shard.read()}
+
+    assert (len(questions(True)), len(questions(False))) == (2, 1)
