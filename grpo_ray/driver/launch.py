@@ -284,7 +284,7 @@ def find_resume_point(context: RunContext, datasets: DatasetIndexes) -> ResumePo
     """Find the checkpoint that this launch continues from, and announce those that its next checkpoint will replace.
 
     Raises:
-        CheckpointError: there is no complete checkpoint at `run.from_checkpoint`.
+        CheckpointError: the run's checkpoints are all damaged, or there is no complete one at `run.from_checkpoint`.
         ConfigError: that checkpoint belongs to a run on other training problems, or to the run that is set aside.
     """
     run, folder = context.config.run, context.folder
@@ -295,6 +295,8 @@ def find_resume_point(context: RunContext, datasets: DatasetIndexes) -> ResumePo
         for name in checkpoints.damaged_measurements(folder):
             context.progress.notice(f"{name}: {checkpoints.MEASURED} is damaged; the checkpoint counts as not measured")
         candidates = checkpoints.resume_candidates(folder, run.resume, metric)
+        if not candidates and checkpoints.has_damaged_checkpoints(folder):
+            raise checkpoints.no_intact_checkpoint(folder)
     if candidates:
         stored = checkpoints.list_checkpoints(folder)
         _announce_other_measurements(context, datasets, stored)

@@ -80,6 +80,8 @@ class CheckpointUploader:
             self._retry(lambda: self._upload(local, name))
             if self.rank == 0:
                 self._retry(lambda: self._commit(name))
+        except CheckpointError:
+            raise
         except OSError as error:
             message = " ".join(str(error).split())
             raise CheckpointError(
@@ -111,6 +113,7 @@ class CheckpointUploader:
             self._check_fence()
             file = path.relative_to(local).as_posix()
             files[file] = {"bytes": path.stat().st_size, "sha256": self._copy_file(path, staging, *file.split("/"))}
+        self._check_fence()  # on an object store another attempt may write to the same folder by now
         self.folder.write_json(files, staging, _file_list_name(self.rank))
 
     def _copy_file(self, path: Path, *names: str) -> str:
@@ -145,6 +148,7 @@ class CheckpointUploader:
             files |= listed
         self._check_fence()
         self.before_commit()
+        self._check_fence()
         manifest = {
             "metrics": dict(self.metrics),
             "measured_on": self.measured_on,

@@ -106,6 +106,19 @@ def _names_with_manifest(folder: RunFolder) -> list[str]:
     return [name for name in names if folder.exists(name, MANIFEST)]
 
 
+def has_damaged_checkpoints(folder: RunFolder) -> bool:
+    """Return True if a run has checkpoints that were complete and are damaged, so that it has taken steps."""
+    names = [name for name in folder.list_folders(PREFIX) if not name.endswith(STAGING_SUFFIX)]
+    return any(folder.exists(name, DAMAGED) for name in names) or bool(unreadable_manifests(folder))
+
+
+def no_intact_checkpoint(folder: RunFolder) -> CheckpointError:
+    """Return the error of a run of whose checkpoints none is intact."""
+    return CheckpointError(
+        f"{folder.uri}: all checkpoints are damaged; set run.resume=never to start over, which keeps this folder"
+    )
+
+
 def _read_info(folder: RunFolder, name: str) -> CheckpointInfo | None:
     """Read a checkpoint's manifest and later measurements; None if the manifest is damaged."""
     try:
@@ -173,7 +186,8 @@ def checkpoint_score(metrics: Mapping[str, Any], metric: str) -> dict[str, float
 def resume_candidates(folder: RunFolder, resume: str, metric: str, after: int | None = None) -> list[CheckpointInfo]:
     """Return the checkpoints that a run may resume from: the preferred one, then those to fall back on.
 
-    Checkpoints that `run.resume=best` has discarded (`record_return`) are left out.
+    Those older than the best one are preferred to newer ones. Checkpoints that `run.resume=best` has discarded
+    (`record_return`) are left out.
 
     Args:
         folder: the run folder.
@@ -190,7 +204,8 @@ def resume_candidates(folder: RunFolder, resume: str, metric: str, after: int | 
     new = [each for each in latest_first if after is not None and each.serial > after]
     old = latest_first[len(new) :]
     if resume == "best" and (best := best_checkpoint(old, metric)) is not None:
-        old = [best, *(each for each in old if each.serial < best.serial)]
+        newer = [each for each in old if each.serial > best.serial]
+        old = [best, *(each for each in old if each.serial < best.serial), *newer]
     return [*new, *old]
 
 

@@ -60,7 +60,7 @@ def choose_start(
         initial: checkpoint of another run that this one begins with while it has none of its own.
 
     Raises:
-        CheckpointError: there are checkpoints, and all are damaged.
+        CheckpointError: there are checkpoints, or there were before an earlier launch marked them, and all are damaged.
     """
     candidates, last = all_gather_object(
         _candidates(config, folder, last_serial, report_damage, initial) if is_rank_zero() else ([], 0)
@@ -74,10 +74,10 @@ def choose_start(
             report_damage(f"{checkpoint.name} is damaged: {'; '.join(faults)}; resuming from {following} instead")
             if not is_of_other_run:  # a checkpoint of another run is never changed
                 checkpoint_integrity.mark_damaged(checkpoint, faults)
+    if candidates and candidates[0].folder.uri != folder.uri:
+        raise CheckpointError(f"run.from_checkpoint: {candidates[0].uri} is damaged; name another checkpoint")
     if candidates:
-        raise CheckpointError(
-            f"{folder.uri}: all checkpoints are damaged; set run.resume=never to start over, which keeps this folder"
-        )
+        raise checkpoints.no_intact_checkpoint(folder)
     return StartPoint(None, last)
 
 
@@ -97,6 +97,9 @@ def _candidates(
     for name in checkpoints.unreadable_manifests(folder):
         report_damage(f"{name} is damaged: its manifest cannot be read; it is ignored")
     found = checkpoints.resume_candidates(folder, config.run.resume, config.ranking_metric, after=last_serial)
+    if not found and checkpoints.has_damaged_checkpoints(folder):
+        # The run has taken steps. At step 0 it would delete their records.
+        raise checkpoints.no_intact_checkpoint(folder)
     if not found and initial is not None:
         found = [initial]
     serials = (checkpoint.serial for checkpoint in checkpoints.list_checkpoints(folder))

@@ -342,6 +342,8 @@ class History:
         batch had been drawn."""
         self.recorded: frozenset[str] | None = None
         """Problems of the last launch that was not refused."""
+        self.is_damaged = False
+        """True once a launch has found all checkpoints damaged, until the run is set aside."""
 
     def live(self) -> None:
         """Launch the run several times, with changes in between."""
@@ -465,7 +467,15 @@ class History:
             except CheckpointError as error:
                 assert "all checkpoints are damaged" in str(error), error
                 self.counts["refused: damaged"] += 1
+                self.is_damaged = self.rng.random() < 0.5  # the same command again
+                if not self.is_damaged:
+                    self.start_over()
                 return
+
+    def start_over(self) -> None:
+        """Set the run aside, as a launch with `run.resume=never` does."""
+        self.folder.set_aside()
+        self.steps_of, self.open_of, self.recorded = {}, {}, None
 
     def open_after(self, start: Any, launch: Launch) -> dict[int, frozenset[Use]]:
         """Return the uses of the steps after a checkpoint that a launch must repeat: none if its data differ."""
@@ -491,6 +501,7 @@ class History:
     def attempt(self, launch: Launch, config: Config, last_serial: int) -> None:
         """Train from the start point until the attempt is killed or stops."""
         start = choose_start(config, self.folder, last_serial, lambda text: None)
+        assert not self.is_damaged, "a run without intact checkpoints began anew"
         lineage = Lineage.of(self.steps_of[start.checkpoint.name] if start.checkpoint else ())
         path = self.scratch / "run" / start.checkpoint.name if start.checkpoint else None
         Attempt(self, launch, config, start, lineage, path).run()

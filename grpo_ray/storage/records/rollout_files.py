@@ -261,7 +261,10 @@ def _write_table(folder: RunFolder, table: "pa.Table") -> str:
     # A hidden name: readers of the whole folder must skip a file that a crash truncated.
     temporary = Path(folder.path(FOLDER, f".{name}.{os.getpid()}.tmp"))
     try:
-        temporary.write_bytes(sink.getvalue())
+        with open(temporary, "wb") as file:
+            file.write(sink.getvalue())
+            file.flush()
+            os.fsync(file.fileno())  # some file systems report a full disk only here
         os.replace(temporary, folder.path(FOLDER, name))
     finally:
         temporary.unlink(missing_ok=True)

@@ -108,8 +108,9 @@ def test_upload_two_workers_with_one_file_name_raise(tmp_path: Path) -> None:
     (local[1] / "model.safetensors").write_bytes(b"other weights")
     second, first = (CheckpointUploader(folder, rank, 2, {"step": 1}, 1, 5.0, on_progress=print) for rank in (1, 0))
     second(ray.train.Checkpoint.from_directory(str(local[1])), "checkpoint-000001")
-    with pytest.raises(CheckpointError, match=r"worker 1 and one before it both wrote model\.safetensors"):
+    with pytest.raises(CheckpointError, match=r"worker 1 and one before it both wrote model\.safetensors") as caught:
         first(ray.train.Checkpoint.from_directory(str(local[0])), "checkpoint-000001")
+    assert "once the storage works" not in str(caught.value)  # the same command would fail again
     assert list_checkpoints(folder) == []
 
 
@@ -204,6 +205,35 @@ def test_upload_superseded_attempt_stops_at_the_next_file(folder: RunFolder, tmp
     with pytest.raises(SupersededError):
         uploader._upload(parts(tmp_path, 1)[0], "checkpoint-000001")
     assert len(copied) == 1
+
+
+def test_upload_superseded_while_it_copies_its_last_file_lists_none(folder: RunFolder, tmp_path: Path) -> None:
+    """On an object store another attempt may write other files under the same name."""
+
+    class Overtaken(CheckpointUploader):
+        def _copy_file(self, path: Path, *names: str) -> str:
+            checksum = super()._copy_file(path, *names)
+            FencingToken.take(folder)  # by another attempt
+            return checksum
+
+    local = tmp_path / "local"
+    local.mkdir()
+    (local / "model.safetensors").write_bytes(WEIGHTS)
+    fence = FencingToken.take(folder)
+    uploader = Overtaken(folder, 0, 1, {"step": 1}, 1, 5.0, on_progress=print, fence=fence)
+    with pytest.raises(SupersededError):
+        uploader._upload(local, "checkpoint-000001")
+    assert not folder.exists(uploader.staging_name("checkpoint-000001"), "files-0.json")
+
+
+def test_attempt_superseded_directly_before_its_commit_publishes_nothing(folder: RunFolder, tmp_path: Path) -> None:
+    fence = FencingToken.take(folder)
+    uploader = CheckpointUploader(
+        folder, 0, 1, {"step": 1}, 1, 5.0, print, before_commit=lambda: FencingToken.take(folder) and None, fence=fence
+    )
+    with pytest.raises(SupersededError):
+        uploader(ray.train.Checkpoint.from_directory(str(parts(tmp_path, 1)[0])), "checkpoint-000001")
+    assert list_checkpoints(folder) == []
 
 
 def test_commit_repeated_by_a_superseded_attempt_raises(folder: RunFolder, tmp_path: Path) -> None:
@@ -385,12 +415,12 @@ def test_resume_candidates_order_by_resume_and_launch(folder: RunFolder) -> None
         return [each.step for each in resume_candidates(folder, resume, "m", after)]
 
     assert steps("latest") == [6, 4, 2]
-    assert steps("best") == [2]  # nothing is older than the best
+    assert steps("best") == [2, 6, 4]  # nothing is older than the best
     assert steps("best", after=0) == [6, 4, 2]  # all were written by this launch
-    assert steps("best", after=3) == [2]
+    assert steps("best", after=3) == [2, 6, 4]
     upload(folder, 4, 4, m=0.1)  # this launch resumed from the best and reached step 4 again
-    assert steps("best", after=3) == [4, 2]
-    assert [each.name for each in resume_candidates(folder, "best", "m", 3)] == [
+    assert steps("best", after=3) == [4, 2, 6, 4]
+    assert [each.name for each in resume_candidates(folder, "best", "m", 3)][:2] == [
         "checkpoint-000004.2",
         "checkpoint-000002",
     ]

@@ -9,6 +9,7 @@ import pytest
 
 from grpo_ray.config.loader import load_config
 from grpo_ray.data.ledger import DatasetFingerprint, Ledger, ids_to_uint64, uint64_to_ids
+from grpo_ray.errors import CheckpointError
 from grpo_ray.storage.checkpoints import list_checkpoints
 from grpo_ray.storage.run_folder import RunFolder
 from grpo_ray.training import start_point
@@ -39,18 +40,55 @@ def test_load_ledger_of_other_run_has_no_open_problems(tmp_path: Path) -> None:
     assert len(load_ledger(tmp_path, *data, is_of_other_run=True).ledgers[""].open(0)) == 0
 
 
+def write_manifests(folder: RunFolder, *rewards: float) -> None:
+    """Write checkpoints without files, of the steps 1, 2, ..."""
+    for serial, reward in enumerate(rewards, start=1):
+        manifest = {"metrics": {"step": serial, "reward/mean": reward}, "serial": serial, "files": {}}
+        folder.write_json(manifest, f"checkpoint-{serial:06d}", "manifest.json")
+
+
 def test_choose_start_best_numbers_new_checkpoints_after_all_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """New ones with lower numbers would count as older than those discarded by `run.resume=best`."""
     monkeypatch.setattr(start_point, "_find_faults", lambda checkpoint: [])  # needs a Ray Train worker
     folder = RunFolder(str(tmp_path), "run")
-    for serial, reward in enumerate((0.9, 0.5, 0.7), start=1):
-        manifest = {"metrics": {"step": serial, "reward/mean": reward}, "serial": serial, "files": {}}
-        folder.write_json(manifest, f"checkpoint-{serial:06d}", "manifest.json")
+    write_manifests(folder, 0.9, 0.5, 0.7)
     config = load_config(None, ["run.resume=best", "run.best_metric=reward/mean"])
     start = choose_start(config, folder, 3, lambda text: None)
     assert start.step == 1 and start.last_serial == 3
+
+
+@pytest.mark.parametrize(("faulty", "step"), [({1}, 3), ({1, 3}, 2)])
+def test_choose_start_best_is_damaged_takes_a_newer_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, faulty: set[int], step: int
+) -> None:
+    monkeypatch.setattr(start_point, "_find_faults", lambda checkpoint: ["x"] * (checkpoint.serial in faulty))
+    monkeypatch.setattr(start_point, "is_rank_zero", lambda: True)
+    folder = RunFolder(str(tmp_path), "run")
+    write_manifests(folder, 0.9, 0.5, 0.7)
+    config = load_config(None, ["run.resume=best", "run.best_metric=reward/mean"])
+    assert choose_start(config, folder, 3, lambda text: None).step == step
+
+
+def test_choose_start_all_are_damaged_is_refused_in_each_launch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At step 0 the run would delete the records of the steps that it has taken."""
+    monkeypatch.setattr(start_point, "_find_faults", lambda checkpoint: ["x"])
+    folder = RunFolder(str(tmp_path), "run")
+    write_manifests(folder, 0.9)
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match=r"all checkpoints are damaged; set run\.resume=never"):
+            choose_start(load_config(), folder, 1, lambda text: None)
+        assert list_checkpoints(folder) == []  # from the first launch on
+
+
+def test_choose_start_unreadable_manifests_are_refused(tmp_path: Path) -> None:
+    folder = RunFolder(str(tmp_path), "run")
+    folder.write_text("{", "checkpoint-000002", "manifest.json")
+    with pytest.raises(CheckpointError, match="all checkpoints are damaged"):
+        choose_start(load_config(), folder, 0, lambda text: None)
 
 
 def test_at_step_zero_takes_over_the_policy_and_not_the_run(tmp_path: Path) -> None:
@@ -81,3 +119,13 @@ def test_choose_start_of_another_run_counts_no_steps(tmp_path: Path, monkeypatch
     folder.write_json(manifest | {"metrics": {"step": 2}, "serial": 1}, "checkpoint-000002", "manifest.json")
     own = choose_start(load_config(), folder, 0, lambda text: None, initial)  # a later attempt of the same launch
     assert own.step == 2 and not own.is_of_other_run
+
+
+def test_choose_start_another_run_is_damaged_names_its_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(start_point, "_find_faults", lambda checkpoint: ["x"])
+    other, folder = RunFolder(str(tmp_path), "other"), RunFolder(str(tmp_path), "run")
+    write_manifests(other, 0.5)
+    with pytest.raises(CheckpointError, match=r"run\.from_checkpoint: .*/checkpoint-000001 is damaged; name another"):
+        choose_start(load_config(), folder, 0, lambda text: None, list_checkpoints(other)[0])

@@ -1,5 +1,6 @@
 """Tests of the rollout files: writing, reading, dropping steps that are taken again, texts, tokens."""
 
+import errno
 import inspect
 import io
 import itertools
@@ -548,3 +549,16 @@ def test_rollouts_of_a_mixture_have_their_source(folder: RunFolder) -> None:
     assert read_rollouts(folder)["source"].to_pylist() == ["math", "games", "math"]
     drop_rollouts_after(folder, 2)
     assert read_rollouts(folder)["source"].to_pylist() == ["math", "games"]
+
+
+def test_rollouts_that_the_disk_does_not_take_are_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some file systems report a full disk only when a file is synced."""
+
+    def is_full(number: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", is_full)
+    folder = RunFolder(str(tmp_path), "run")
+    with pytest.raises(OSError, match="No space left on device"):
+        write_rollouts(folder, [group(step=1)])
+    assert list_rollout_files(folder) == [] and list(tmp_path.glob("run/rollouts/.*")) == []
