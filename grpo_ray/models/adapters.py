@@ -7,7 +7,7 @@ merging and unmerging them in place, which TRL takes at every sync, moves a froz
 With `engine.adapter=request` nothing is merged for a sync: the engine gets the frozen weights and the updates.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +16,7 @@ import torch
 from peft import PeftConfig, PeftModel, get_peft_model
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from peft.optimizers import create_lorafa_optimizer, create_loraplus_optimizer
+from peft.optimizers.lorafa import LoraFAOptimizer
 from peft.tuners.lora import Linear as LoraLinear
 from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -162,7 +163,23 @@ def adapter_optimizer(
             model, optimizer_class, loraplus_lr_ratio=optimizer.ratio, loraplus_weight_decay=weight_decay, **arguments
         )
     lora = model.peft_config["default"]
-    return create_lorafa_optimizer(model, lora.r, lora.lora_alpha, lr=arguments["lr"], weight_decay=weight_decay)
+    created = create_lorafa_optimizer(model, lora.r, lora.lora_alpha, lr=arguments["lr"], weight_decay=weight_decay)
+    return SkippableLoraFA(created.param_groups)
+
+
+class SkippableLoraFA(LoraFAOptimizer):
+    """LoRA-FA for which a step without gradients changes nothing, as for torch's optimizers.
+
+    `NonFiniteMonitor` skips a step by removing all gradients; PEFT's class multiplies the missing ones.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take a step, and return the loss of `closure`, which computes the gradients; None without a closure."""
+        loss = None if closure is None else closure()
+        if any(each.grad is not None for group in self.param_groups for each in group["params"]):
+            super().step()
+        return loss
 
 
 def merged_weights(model: PeftModel) -> Iterator[tuple[str, torch.Tensor]]:

@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from adapters import SMALL, adapted, is_tied, load, logps, move, settings_of, state, tried
+from adapters import SMALL, adapted, is_tied, load, logps, move, narrow_llama, settings_of, state, tried
 from peft import get_peft_model
+from peft.optimizers import create_lorafa_optimizer
 
+from grpo_ray.config.loader import load_config
 from grpo_ray.config.peft_fields import moves_the_base, peft_types, starts_elsewhere
 from grpo_ray.errors import ConfigError
 from grpo_ray.inference.weight_proof import learner_weights, request_weights
@@ -17,6 +19,7 @@ from grpo_ray.models.adapter_folders import read_adapter_config
 from grpo_ray.models.adapters import (
     MERGE_READS_WEIGHTS,
     READS_WEIGHTS,
+    adapter_optimizer,
     build_config,
     frozen_weights,
     lora_updates,
@@ -270,3 +273,47 @@ def test_adapter_that_vllm_does_not_apply_is_refused(policy: Path, name: str) ->
 def test_policy_without_adapter_has_no_request(policy: Path) -> None:
     with pytest.raises(ConfigError, match=r"engine\.adapter=request: the policy has no LoRA adapter"):
         require_plain_lora(load(policy))
+
+
+# Optimizers for LoRA
+
+
+def optimizer_of(model: Any, name: str) -> torch.optim.Optimizer:
+    settings = ["model.lora={rank: 8, alpha: 16}", f"model.adapter_optimizer={name}", "grpo.weight_decay=0.1"]
+    return adapter_optimizer(model, load_config(None, settings), torch.optim.AdamW, {"lr": 0.01})
+
+
+def set_gradients(model: Any, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for weight in model.parameters():
+        weight.grad = torch.randn(weight.shape, generator=generator) if weight.requires_grad else None
+
+
+@pytest.mark.parametrize("name", ["{name: loraplus, ratio: 4}", "{name: lorafa}"])
+def test_optimizer_step_without_gradients_changes_nothing(name: str) -> None:
+    model = narrow_llama("LORA")
+    move(model)
+    optimizer = optimizer_of(model, name)
+    optimizer.step()  # the first step of a run may be skipped
+    assert not optimizer.state
+    set_gradients(model, seed=0)
+    optimizer.step()
+    assert optimizer.state
+    optimizer.zero_grad(set_to_none=True)
+    weights, moments = copy.deepcopy(state(model)), copy.deepcopy(optimizer.state_dict()["state"])
+    assert optimizer.step(lambda: 0.5) == 0.5
+    assert all(torch.equal(weight, weights[each]) for each, weight in state(model).items())
+    torch.testing.assert_close(optimizer.state_dict()["state"], moments, rtol=0, atol=0)
+
+
+def test_lorafa_takes_the_steps_of_peft() -> None:
+    ours, of_peft = narrow_llama("LORA"), narrow_llama("LORA")
+    first = copy.deepcopy(state(ours))
+    optimizers = optimizer_of(ours, "{name: lorafa}"), create_lorafa_optimizer(of_peft, 8, 16, 0.01, 0.1)
+    for seed in range(2):
+        for model, optimizer in zip((ours, of_peft), optimizers, strict=True):
+            set_gradients(model, seed)
+            optimizer.step()
+    changed = {name for name, weight in state(ours).items() if not torch.equal(weight, first[name])}
+    assert changed and all("lora_B" in name for name in changed)
+    assert all(torch.equal(weight, state(of_peft)[name]) for name, weight in state(ours).items())
