@@ -161,7 +161,7 @@ def write_policy(
 
     Raises:
         ConfigError: the policy cannot be read, or has no safetensors (pickled weights are never loaded).
-        CheckpointError: the checkpoint has no adapter weights.
+        CheckpointError: the checkpoint has no adapter weights, or parts of a sharded tensor overlap or leave gaps.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -179,6 +179,8 @@ def write_policy(
         model = AutoModelForCausalLM.from_pretrained(
             source, dtype=precision, use_safetensors=True, trust_remote_code=trust_remote_code
         )
+    except CheckpointError:
+        raise
     except Exception as error:  # three libraries read untrusted files; tokenizers raises no narrower one
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise ConfigError(f"{source}: the policy cannot be read: {reason}") from error

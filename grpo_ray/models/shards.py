@@ -16,6 +16,8 @@ import torch.distributed.checkpoint as dcp
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 
+from grpo_ray.errors import CheckpointError
+
 POLICY_SHARDS = "shards/policy"
 """Folder of a checkpoint with the trained weights, one or more files per worker."""
 OPTIMIZER_SHARDS = "shards/optimizer"
@@ -52,9 +54,17 @@ class ShardedWeights:
     """Reader of whole tensors of a sharded checkpoint, a few at a time."""
 
     def __init__(self, folder: Path) -> None:
-        """Read the headers of the files in a folder with shards, which may be untrusted."""
+        """Read the headers of the files in a folder with shards, which may be untrusted.
+
+        Raises:
+            CheckpointError: the parts of a tensor overlap, or leave gaps.
+        """
         self._folder = str(folder)
         stored = self._reader().read_metadata().state_dict_metadata
+        for name, each in stored.items():
+            # torch takes the size from the offsets, and would leave gaps as the memory was.
+            if not _fills(each.size, [(part.offsets, part.sizes) for part in each.chunks]):
+                raise CheckpointError(f"{folder} is damaged: the parts of {name[:200]!r} overlap, or leave gaps")
         self.tensors = {name: torch.empty(each.size, dtype=each.properties.dtype, device="meta")
                         for name, each in stored.items()}  # fmt: skip
         """Name -> tensor with its shape and precision, on the device "meta"."""
@@ -73,6 +83,23 @@ class ShardedWeights:
             warnings.simplefilter("ignore", UserWarning)
             dcp.load(whole, storage_reader=self._reader(), no_dist=True)
         return {name: _cast(tensor, dtype) for name, tensor in whole.items()}
+
+
+def _fills(size: Sequence[int], parts: Sequence[tuple[Sequence[int], Sequence[int]]]) -> bool:
+    """Return True if parts contain each row of a tensor once; workers divide tensors by rows only.
+
+    Args:
+        size: size of the whole tensor.
+        parts: (offsets, sizes) of each part, one number per dimension.
+    """
+    if not size:
+        return len(parts) == 1 and not any(map(len, parts[0]))
+    rows = 0
+    for offsets, sizes in sorted((tuple(offsets), tuple(sizes)) for offsets, sizes in parts):
+        if offsets != (rows, *[0] * (len(size) - 1)) or sizes[1:] != tuple(size[1:]):
+            return False
+        rows += sizes[0]
+    return rows == size[0]
 
 
 def _cast(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
@@ -97,6 +124,7 @@ def consolidate(
         file_size: largest size of an output file, such as "5GB".
 
     Raises:
+        CheckpointError: the parts of a tensor overlap, or leave gaps.
         OSError, ValueError: the config of the policy cannot be read.
     """
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig

@@ -101,6 +101,7 @@ TESTS: Mapping[str, tuple[str, ...]] = {
         f"{FOLDER}::test_huge_line_comes_in_parts",
         f"{FOLDERS}::test_reward_states_of_a_sparse_file_are_not_read",
         f"{FOLDERS}::test_policy_of_impossible_size_is_refused",
+        "unit/models/test_shards.py::test_parts_that_overlap_or_leave_gaps_are_refused",
         f"{FOLDERS}::test_commands_under_a_limit_of_memory_end_with_a_line",
     ),
     "folder-parquet": (
