@@ -3,12 +3,14 @@
 Used for the dry run of `grpo-ray check`, and for the scores of held-out completions.
 """
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from grpo_ray.data.problem import Problem, reward_columns
 from grpo_ray.errors import RewardError
 from grpo_ray.models.plain_prompts import plain_text
+from grpo_ray.rewards.infinite import warn_of_infinite
 from grpo_ray.rewards.metrics import reward_metric
 
 
@@ -44,7 +46,9 @@ def reward_arguments(
 
 
 def read_rewards(name: str, returned: Any, completions: int) -> list[float | None]:
-    """Convert the return value of a reward function to numbers; NaN becomes None.
+    """Convert the return value of a reward function to numbers.
+
+    NaN becomes None, and so do infinite numbers, with a warning.
 
     Args:
         name: entry of `rewards.functions`, for messages.
@@ -62,4 +66,5 @@ def read_rewards(name: str, returned: Any, completions: int) -> list[float | Non
             "None where it does not apply"
         )
     numbers = [None if value is None else float(value) for value in values]
-    return [None if number is None or number != number else number for number in numbers]
+    warn_of_infinite(name, sum(number is not None and math.isinf(number) for number in numbers), completions)
+    return [None if number is None or not math.isfinite(number) else number for number in numbers]

@@ -2,7 +2,7 @@
 
 A function receives keyword arguments: (B,) lists as `prompts`, `completions`, `completion_ids` and each column of the
 dataset; and `trainer_state`, `log_metric` and `log_extra`. It returns a number for each completion, or None where it
-does not apply. Coroutine functions run concurrently.
+does not apply. NaN and infinite numbers count as None. Coroutine functions run concurrently.
 """
 
 import asyncio
@@ -24,6 +24,7 @@ from grpo_ray.learner.rollouts.rollout import Completions, Rows
 from grpo_ray.models.plain_prompts import plain_text, uses_plain_prompts
 from grpo_ray.rewards.completions import select_rows
 from grpo_ray.rewards.environment import COLUMN as ENVIRONMENT_REWARD
+from grpo_ray.rewards.infinite import warn_of_infinite
 from grpo_ray.rewards.metrics import reward_metric
 from grpo_ray.telemetry.profiler import PhaseProfiler
 from grpo_ray.tools.template import assistant_messages
@@ -169,14 +170,17 @@ class Scorer:
         return {name: [row[name] for row in columns] for name in names} | {"completion_ids": ids}
 
     def _column(self, reward: Reward, values: Sequence[float | None], rows: int) -> torch.Tensor:
-        """Return the result of a reward function as a tensor, (B,) float32."""
+        """Return the result of a reward function as a tensor, (B,) float32, NaN where it does not apply."""
         column = [torch.nan if value is None else value for value in values]
         if len(column) != rows:
             raise RewardError(
                 f"the reward {reward.name} returned {len(column)} rewards for {rows} completions; return one for each, "
                 "None where it does not apply"
             )
-        return torch.tensor(column, dtype=torch.float32, device=self.workers.device)
+        rewards = torch.tensor(column, dtype=torch.float32)
+        infinite = rewards.isinf()  # also numbers beyond float32
+        warn_of_infinite(reward.name, int(infinite.sum()), rows)
+        return rewards.masked_fill(infinite, torch.nan).to(self.workers.device)
 
     def _log_metric(self, logged: dict[str, list[float]], name: str, value: float) -> None:
         """Record a metric of a reward. Raises RewardError if the name is one of the run's own metrics."""

@@ -71,6 +71,10 @@ class AsynchronousCall:
         return [0.5] * len(completions)
 
 
+def infinite(completions: Any, **kw: Any) -> list[float]:
+    return [float("inf"), 1.0, float("-inf"), float("nan")]
+
+
 def nothing(completions: Any, **kw: Any) -> None:
     return None
 
@@ -118,6 +122,12 @@ def test_dry_run_async_function_is_awaited() -> None:
 def test_dry_run_result_refused_by_trl_raises(name: str, message: str) -> None:
     with pytest.raises(RewardError, match=message):
         dry_run(f"{__name__}:{name}")
+
+
+def test_dry_run_infinite_rewards_do_not_apply(caplog: pytest.LogCaptureFixture) -> None:
+    result = dry_run(f"{__name__}:infinite")
+    assert (result.right, result.wrong) == ((None, 1.0), (None, None))
+    assert f"the reward {__name__}:infinite is infinite for 2 of 4 completions" in caplog.text
 
 
 def test_dry_run_of_an_isolated_reward_that_fails_raises() -> None:
