@@ -207,6 +207,22 @@ def test_refused_key_or_model_ends_the_run(status: int) -> None:
         ask(judge(server), "a", "b")
 
 
+def test_texts_that_moderation_refuses_cost_their_own_verdict(tmp_path: Path) -> None:
+    """Services answer 403 to flagged texts, as they do to a key without rights."""
+    folder = RunFolder(str(tmp_path), "run")
+    keep_verdicts(folder, rank=0)
+    with judge_server(lambda user, number: 403 if "bad" in completions_in(user) else '{"scores": [5]}') as server:
+        assert ask(judge(server), "a", "bad", "c") == [0.5, None, 0.5]
+        assert len(server.requests) == 3
+        # All of a call: a trial with a harmless text, whose cost counts, shows that model and key are accepted.
+        reward = judge(server, prices=[1.0, 1.0])
+        assert ask(reward, "bad", prompts=["Another."]) == [None]
+        assert len(server.requests) == 5 and reward.metrics["judge_cost"] == pytest.approx(0.0011)
+        keep_verdicts(folder, rank=0)
+        assert ask(judge(server), "a", "bad", "c") == [0.5, None, 0.5]
+    assert len(server.requests) == 5
+
+
 BAD = [
     "",
     "5",
