@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Any
 from urllib.parse import urlsplit
 
-from grpo_ray.errors import RewardError
+from grpo_ray.errors import RefusedRewardError, RewardError
 from grpo_ray.rewards.completions import Completion, completion_text
 from grpo_ray.rewards.json_format import answer_text
 from grpo_ray.rewards.metrics import FAILED_SHARE
@@ -143,7 +143,7 @@ class Judge:
         """Return the reward of each completion; None without a verdict.
 
         Raises:
-            RewardError: the judge refuses the key or the model, or `max_cost` is reached.
+            RefusedRewardError: the judge refuses the key or the model, or `max_cost` is reached.
         """
         questions = self._questions(prompts, completions, solution)
         store = process_store()
@@ -151,7 +151,7 @@ class Judge:
         asked = list({each.key: each for each in questions if _row_key(each, 0) not in known}.values())
         if asked:
             if self.max_cost is not None and (spent := store.cost_of_run()) >= self.max_cost:
-                raise RewardError(
+                raise RefusedRewardError(
                     f"judge: the verdicts of this run have cost {spent:g}, and max_cost is {self.max_cost:g}; "
                     "raise rewards.settings.judge.max_cost and resume the run"
                 )
@@ -230,15 +230,15 @@ class Judge:
     def _trial(self) -> Answer:
         """Ask about a harmless text, to distinguish refused texts from a refused model or key, which is also 403.
 
-        Raises RewardError if that is refused too.
+        Raises RefusedRewardError if that is refused too.
         """
         answer = self._ask(self._question((0,), "Say hello.", None, ("Hello.",)))
         if answer.is_refused:
             raise self._refusal(403)
         return answer
 
-    def _refusal(self, status: int) -> RewardError:
-        return RewardError(
+    def _refusal(self, status: int) -> RefusedRewardError:
+        return RefusedRewardError(
             f"judge: the endpoint refuses the model {self.model!r} or the key in {self.api_key_variable} "
             f"(status {status})"
         )
@@ -246,7 +246,7 @@ class Judge:
     def _ask(self, question: Question) -> Answer:
         """Ask until the answer is valid, with at most `attempts` requests.
 
-        Raises RewardError if no question can succeed.
+        Raises RefusedRewardError if no question can succeed.
         """
         import openai
         from openai.types.chat import ChatCompletion
