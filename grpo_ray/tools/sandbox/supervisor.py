@@ -36,12 +36,13 @@ from grpo_ray.processes.client_connection import ClientConnection
 from grpo_ray.processes.limits import die_with_parent, is_starved, set_soft_limit
 from grpo_ray.processes.namespaces import PidNamespaces, is_first_of_namespace
 from grpo_ray.processes.process_tree import (
+    ProcessTree,
     children,
-    descendants,
     is_runnable,
     kill_all,
     process_state,
     process_usage,
+    tree_below,
 )
 from grpo_ray.processes.supervisors import begin_supervisor, share_memory_with_forks
 from grpo_ray.tools import python_tool
@@ -71,6 +72,9 @@ ENDED = "the environment's process has ended"
 CLOSED = "the episode was closed"
 STARTS = 4
 """Processes that are started before results are read again: with much memory in use, a fork takes tens of ms."""
+THREADS_PER_PROCESS = 64
+"""Threads that an episode may have in sum, for each of its processes: their ids are those that all processes of the
+machine share, often only 32,768."""
 OPEN_FILES = 1 << 16
 """Most files that the supervisor may open; each episode needs one, and the usual limit of 1,024 is too low."""
 
@@ -139,6 +143,7 @@ class Supervisor:
         self.client, self.folder, self.limits = ClientConnection(parent), folder, limits
         self.base_bytes = memory_in_use([os.getpid()])
         """Memory of the imported modules, which an episode's process starts with."""
+        self.max_threads = THREADS_PER_PROCESS * (limits.max_processes + 2)  # two processes are the supervisor's own
         self.namespaces = PidNamespaces()
         self.episodes: dict[int, _Episode] = {}
         self.unstarted: deque[_Episode] = deque()
@@ -320,12 +325,16 @@ class Supervisor:
         if not episode.processes or not (episode.started or self.checks_idle):
             return
         elapsed = time.monotonic() - episode.started if episode.started else 0.0
-        at_most = self.limits.max_processes
-        below = {kind: descendants(each.pid, at_most) for kind, each in episode.processes.items()}
+        trees = {kind: self._tree(each) for kind, each in episode.processes.items()}
+        below = {kind: tree.living for kind, tree in trees.items()}
+        threads = {kind: tree.threads for kind, tree in trees.items()}
         pids = [pid for kind, each in episode.processes.items() for pid in (each.pid, *below[kind])]
         memory = self.limits.memory_bytes + len(episode.processes) * self.base_bytes
-        if len(pids) - len(below) > at_most:
+        if len(pids) - len(below) > self.limits.max_processes:
             self._fail_largest(episode, {kind: len(each) for kind, each in below.items()}, "processes")
+        elif sum(threads.values()) > self.max_threads:
+            text = f"more than {self.max_threads} threads, and ended processes that were not waited for"
+            self._fail_largest(episode, threads, "processes", text)
         elif exceeds_memory(pids, memory, inherited := self._inherited(episode, below)):
             used = {
                 kind: memory_in_use([each.pid, *below[kind]], inherited) for kind, each in episode.processes.items()
@@ -372,12 +381,14 @@ class Supervisor:
         process = episode.processes[episode.kind]
         used = self._cpu_seconds(process) - episode.cpu_before
         return is_starved(self.limits.time_limit, elapsed, used) and any(
-            is_runnable(each) for each in (process.pid, *descendants(process.pid, self.limits.max_processes))
+            is_runnable(each) for each in (process.pid, *self._tree(process).living)
         )
 
     def _cpu_seconds(self, process: _Process) -> float:
-        pids = process.pid, *descendants(process.pid, self.limits.max_processes)
-        return sum(process_usage(each)[0] for each in pids)
+        return sum(process_usage(each)[0] for each in (process.pid, *self._tree(process).living))
+
+    def _tree(self, process: _Process) -> ProcessTree:
+        return tree_below(process.pid, self.limits.max_processes, self.max_threads)
 
     def _fail_largest(
         self, episode: _Episode, used: Mapping[Kind, float], status: Status, text: str | None = None
