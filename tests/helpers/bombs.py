@@ -43,6 +43,19 @@ BOMBS = {
         f"    for _ in range(20): os.write(file, bytes(1 << 20))\n{STAY}",
         "disk",
     ),
+    "shared memory that is not resident": Bomb(
+        "import mmap\nkept = []\nfor _ in range(8):\n    kept.append(mmap.mmap(-1, 20 << 20))\n"
+        f"    kept[-1].write(bytes(20 << 20))\n    kept[-1].madvise(mmap.MADV_DONTNEED)\n{STAY}",
+        "disk",
+    ),
+    "memory of files that are mapped and closed": Bomb(
+        # `mmap.mmap` would keep the file open.
+        "import ctypes, os\nmap_file, number = ctypes.CDLL(None).mmap, ctypes.c_long\n"
+        "for _ in range(8):\n    file = os.memfd_create('x')\n"
+        "    for _ in range(20): os.write(file, bytes(1 << 20))\n"
+        f"    map_file(None, number(20 << 20), 1, 1, file, number(0))\n    os.close(file)\n{STAY}",
+        "disk",
+    ),
     "space of several files": Bomb(
         f"for number in range(9):\n    with open(str(number), 'wb') as file: file.write(bytes(20 << 20))\n{STAY}",
         "disk",

@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
@@ -340,8 +340,11 @@ class Supervisor:
                 kind: memory_in_use([each.pid, *below[kind]], inherited) for kind, each in episode.processes.items()
             }
             self._fail_largest(episode, used, "memory")
-        elif (excess := self._disk_excess(episode, pids)) is not None:
-            used = {kind: disk_in_use(each.folder) for kind, each in episode.processes.items()}
+        elif (excess := self._disk_excess(episode, pids, below.get(CODE, ()))) is not None:
+            used = {
+                kind: disk_in_use(each.folder, [each.pid, *below[kind]], _programs(below[kind]) if kind == CODE else ())
+                for kind, each in episode.processes.items()
+            }
             self._fail_largest(episode, used, "disk", excess)
         elif elapsed > self.limits.time_limit and not self._is_starved(episode, elapsed):
             request, kind = episode.queue[0], episode.kind
@@ -363,15 +366,19 @@ class Supervisor:
         forks = {process.pid for process in episode.processes.values()}.union(below.get(OWN, ()))
         return lambda pid: self.base_bytes if pid in forks or is_first_of_namespace(pid) else 0
 
-    def _disk_excess(self, episode: _Episode, pids: list[int]) -> str | None:
+    def _disk_excess(self, episode: _Episode, pids: list[int], code: Iterable[int]) -> str | None:
         """Measure an episode's files, unless all measurements would then take more than `DISK_SHARE` of the time.
+
+        Args:
+            pids: all of the episode's processes.
+            code: those below the process of the Python tool.
 
         Returns a description of the excess, or None.
         """
         start = time.monotonic()
         if start < episode.next_disk_check:
             return None
-        excess = disk_excess(episode.folder, pids, self.limits.disk_bytes, self.limits.max_files)
+        excess = disk_excess(episode.folder, pids, self.limits.disk_bytes, self.limits.max_files, _programs(code))
         took = time.monotonic() - start
         episode.next_disk_check = start + max(DISK_SECONDS, len(self.episodes) * took / DISK_SHARE)
         return excess
@@ -476,6 +483,14 @@ def _spec_of(spec: dict[str, Any], kind: Kind) -> dict[str, Any]:
     """Return the part of an episode's opening message that one of its processes needs."""
     tools = [path for path in spec["tools"] if runs_policy_code(path) == (kind == CODE)]
     return {**spec, "tools": tools} if kind == OWN else {**spec, "tools": tools, "environment": None}
+
+
+def _programs(below: Iterable[int]) -> list[int]:
+    """Return the processes that run programs, without the fork of the supervisor that they were started from.
+
+    That fork maps the user's modules, whose files may have been replaced, and so deleted, since they were imported.
+    """
+    return [pid for pid in below if not is_first_of_namespace(pid)]
 
 
 def is_readable(sock: socket.socket) -> bool:
