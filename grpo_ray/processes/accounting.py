@@ -219,8 +219,9 @@ def _mapped_files(pid: int) -> dict[tuple[int, int], int]:
         if file in known:
             continue
         try:
-            sizes[file] = _BLOCK_BYTES * os.stat(f"/proc/{pid}/map_files/{start:x}-{end:x}").st_blocks
+            status = os.stat(f"/proc/{pid}/map_files/{start:x}-{end:x}")
             known.add(file)
+            sizes[file] = 0 if status.st_nlink else _BLOCK_BYTES * status.st_blocks  # it may have another name
         except OSError:
             sizes[file] = sizes.get(file, 0) + end - start
     return sizes
