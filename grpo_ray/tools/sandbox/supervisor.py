@@ -333,7 +333,7 @@ class Supervisor:
         if len(pids) - len(below) > self.limits.max_processes:
             self._fail_largest(episode, {kind: len(each) for kind, each in below.items()}, "processes")
         elif sum(threads.values()) > self.max_threads:
-            text = f"more than {self.max_threads} threads, and ended processes that were not waited for"
+            text = f"more than {self.max_threads} threads, zombies included"
             self._fail_largest(episode, threads, "processes", text)
         elif exceeds_memory(pids, memory, inherited := self._inherited(episode, below)):
             used = {
