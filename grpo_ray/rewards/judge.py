@@ -288,10 +288,10 @@ class Judge:
             used = [sum(pair) for pair in zip(used, (each or 0 for each in counts), strict=True)]
             scores = self.read_scores(_text_of(response), len(question.rows))
             if scores is not None:
-                return Answer(tuple(scores), *used)
+                return Answer(tuple(scores), used[0], used[1])
             reason = "its answer has no scores"
         logger.warning("the judge gave no verdict: %s", reason)
-        return Answer((None,) * len(question.rows), *used, is_refused=is_refused)
+        return Answer((None,) * len(question.rows), used[0], used[1], is_refused)
 
     def read_scores(self, text: str, count: int) -> list[float] | None:
         """Return the rewards of an answer of the judge, 0.0 to 1.0; None if it does not have the required form."""
