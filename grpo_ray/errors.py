@@ -29,6 +29,10 @@ class RewardError(GrpoRayError, ValueError):
     """A reward function does not exist, cannot be loaded, or has wrong arguments or too large a state."""
 
 
+class RefusedRewardError(RewardError):
+    """A service refuses all requests of a reward, or they have cost as much as they may; the message names the mend."""
+
+
 class RolloutError(GrpoRayError, ValueError):
     """A rollout function returned or requested something invalid; the message names the function, row and problem."""
 

@@ -46,33 +46,37 @@ def memory_in_use(pids: Iterable[int], inherited: Callable[[int], int] = _nothin
     return sum(_proportional_bytes(pid, inherited) for pid in pids)
 
 
-def disk_in_use(folder: str) -> int:
-    """Return the bytes allocated below a folder, as far as it can be read, plus one for each file and folder."""
+def disk_in_use(folder: str, pids: Iterable[int] = (), mapping: Iterable[int] = ()) -> int:
+    """Return the bytes allocated below a folder, as far as it can be read, plus one for each file and folder.
+
+    Args:
+        pids, mapping: see `disk_excess`.
+    """
     used = 0
     with contextlib.suppress(OSError):
-        for status in _statuses(folder, ()):
-            used += 1 + _BLOCK_BYTES * status.st_blocks
+        for size in _file_sizes(folder, pids, mapping):
+            used += 1 + size
     return used
 
 
-def disk_excess(folder: str, pids: Iterable[int], max_bytes: int, max_files: int) -> str | None:
-    """Describe the limit that the files of a folder, with deleted ones that are still open, exceed; None if none.
+def disk_excess(
+    folder: str, pids: Iterable[int], max_bytes: int, max_files: int, mapping: Iterable[int] = ()
+) -> str | None:
+    """Describe the limit that the files of a folder, with those that have no name but are in use, exceed; None if none.
 
     Args:
         folder: its files and folders are counted, at all depths.
         pids: processes whose open files without a name are counted: deleted files, and memory of `memfd_create`.
         max_bytes: allocated space; holes in files do not count.
         max_files: number of files and folders.
+        mapping: processes whose mapped files without a name are counted, even if they are closed: deleted files, and
+            memory shared with forks, which stays allocated after `madvise` has taken it out of the resident memory. Of
+            those that are closed, only root can measure the space; for other users, it is the size of the mappings.
     """
     used, count = 0, 0
-    seen: set[tuple[int, int]] = set()
     try:
-        for status in _statuses(folder, pids):
-            if status.st_nlink != 1 and not stat.S_ISDIR(status.st_mode):
-                if (status.st_dev, status.st_ino) in seen:
-                    continue
-                seen.add((status.st_dev, status.st_ino))
-            used += _BLOCK_BYTES * status.st_blocks
+        for size in _file_sizes(folder, pids, mapping):
+            used += size
             count += 1
             if used > max_bytes:
                 return f"more than {max_bytes / 2**30:g} GiB of files"
@@ -182,6 +186,45 @@ def _statuses(folder: str, pids: Iterable[int]) -> Iterator[os.stat_result]:
                 status = os.stat(f"/proc/{pid}/fd/{descriptor}")
                 if stat.S_ISREG(status.st_mode) and status.st_nlink == 0:
                     yield status
+
+
+def _file_sizes(folder: str, pids: Iterable[int], mapping: Iterable[int]) -> Iterator[int]:
+    """Yield the allocated bytes of each file and folder once; see `disk_excess`."""
+    seen: set[tuple[int, int]] = set()
+    for status in _statuses(folder, pids):
+        if status.st_nlink != 1 and not stat.S_ISDIR(status.st_mode):
+            if (status.st_dev, status.st_ino) in seen:
+                continue
+            seen.add((status.st_dev, status.st_ino))
+        yield _BLOCK_BYTES * status.st_blocks
+    mapped: dict[tuple[int, int], int] = {}
+    for pid in mapping:
+        for file, size in _mapped_files(pid).items():
+            mapped[file] = max(size, mapped.get(file, 0))  # of processes that share it
+    yield from (size for file, size in mapped.items() if file not in seen)
+
+
+def _mapped_files(pid: int) -> dict[tuple[int, int], int]:
+    """Return the allocated bytes of each mapped file without a name, by device and inode, or else its mapped bytes."""
+    sizes: dict[tuple[int, int], int] = {}
+    known: set[tuple[int, int]] = set()
+    lines: list[bytes] = []
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/maps", "rb") as maps:
+        lines = [line for line in maps if line.endswith(b"(deleted)\n")]
+    for line in lines:  # such as "7fd4f00bb000-7fd4f04bb000 rw-s 00000000 00:01 1325     /dev/zero (deleted)"
+        addresses, _, _, device, inode = line.split()[:5]
+        start, end = (int(each, 16) for each in addresses.split(b"-"))
+        major, minor = (int(each, 16) for each in device.split(b":"))
+        file = os.makedev(major, minor), int(inode)
+        if file in known:
+            continue
+        try:
+            status = os.stat(f"/proc/{pid}/map_files/{start:x}-{end:x}")
+            known.add(file)
+            sizes[file] = 0 if status.st_nlink else _BLOCK_BYTES * status.st_blocks  # it may have another name
+        except OSError:
+            sizes[file] = sizes.get(file, 0) + end - start
+    return sizes
 
 
 def _resident_bytes(pid: int) -> int:

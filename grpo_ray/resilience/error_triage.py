@@ -19,6 +19,7 @@ from grpo_ray.errors import (
     EngineError,
     LedgerError,
     NonFiniteError,
+    RefusedRewardError,
     RepeatedWorkerError,
     RolloutError,
     SupersededError,
@@ -56,6 +57,7 @@ FATAL_ERRORS = (
     DataError,
     EngineError,
     LedgerError,
+    RefusedRewardError,
     RolloutError,
     SupersededError,
 )

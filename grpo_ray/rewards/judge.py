@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Any
 from urllib.parse import urlsplit
 
-from grpo_ray.errors import RewardError
+from grpo_ray.errors import RefusedRewardError, RewardError
 from grpo_ray.rewards.completions import Completion, completion_text
 from grpo_ray.rewards.json_format import answer_text
 from grpo_ray.rewards.metrics import FAILED_SHARE
@@ -56,6 +56,8 @@ class Answer:
     """One for each completion; None if there is no valid answer."""
     input_tokens: int = 0
     output_tokens: int = 0
+    is_refused: bool = False
+    """True if the endpoint has refused the question with 403: its text, or the model or key altogether."""
 
 
 class Judge:
@@ -141,7 +143,7 @@ class Judge:
         """Return the reward of each completion; None without a verdict.
 
         Raises:
-            RewardError: the judge refuses the key or the model, or `max_cost` is reached.
+            RefusedRewardError: the judge refuses the key or the model, or `max_cost` is reached.
         """
         questions = self._questions(prompts, completions, solution)
         store = process_store()
@@ -149,17 +151,19 @@ class Judge:
         asked = list({each.key: each for each in questions if _row_key(each, 0) not in known}.values())
         if asked:
             if self.max_cost is not None and (spent := store.cost_of_run()) >= self.max_cost:
-                raise RewardError(
+                raise RefusedRewardError(
                     f"judge: the verdicts of this run have cost {spent:g}, and max_cost is {self.max_cost:g}; "
                     "raise rewards.settings.judge.max_cost and resume the run"
                 )
             answers = self._ask_all(asked)
+            trial = self._trial() if all(each.is_refused for each in answers) else Answer(())
             new = {
                 _row_key(question, place): verdict
                 for question, answer in zip(asked, answers, strict=True)
                 for place, verdict in enumerate(answer.verdicts)
             }
-            tokens = [sum(each.input_tokens for each in answers), sum(each.output_tokens for each in answers)]
+            paid = [*answers, trial]
+            tokens = [sum(each.input_tokens for each in paid), sum(each.output_tokens for each in paid)]
             cost = sum(price * count / 1e6 for price, count in zip(self.prices, tokens, strict=True))
             store.add(new, cost)
             known |= new
@@ -223,16 +227,32 @@ class Judge:
         with ThreadPoolExecutor(self.concurrency, thread_name_prefix="judge") as threads:
             return list(threads.map(self._ask, questions))
 
+    def _trial(self) -> Answer:
+        """Ask about a harmless text, to distinguish refused texts from a refused model or key, which is also 403.
+
+        Raises RefusedRewardError if that is refused too.
+        """
+        answer = self._ask(self._question((0,), "Say hello.", None, ("Hello.",)))
+        if answer.is_refused:
+            raise self._refusal(403)
+        return answer
+
+    def _refusal(self, status: int) -> RefusedRewardError:
+        return RefusedRewardError(
+            f"judge: the endpoint refuses the model {self.model!r} or the key in {self.api_key_variable} "
+            f"(status {status})"
+        )
+
     def _ask(self, question: Question) -> Answer:
         """Ask until the answer is valid, with at most `attempts` requests.
 
-        Raises RewardError if no question can succeed.
+        Raises RefusedRewardError if no question can succeed.
         """
         import openai
         from openai.types.chat import ChatCompletion
 
         used = [0, 0]
-        reason = ""
+        reason, is_refused = "", False
         left = self.attempts
         while left > 0:
             # The client retries requests that may succeed, and waits in between as long as the server demands.
@@ -247,13 +267,11 @@ class Judge:
                     max_tokens=self.max_tokens,
                     temperature=self.temperature,
                 )
-            except (openai.AuthenticationError, openai.PermissionDeniedError, openai.NotFoundError) as error:
-                raise RewardError(
-                    f"judge: the endpoint refuses the model {self.model!r} or the key in {self.api_key_variable} "
-                    f"(status {error.status_code})"
-                ) from None
+            except (openai.AuthenticationError, openai.NotFoundError) as error:
+                raise self._refusal(error.status_code) from None
             except openai.APIStatusError as error:
                 reason = f"status {error.status_code}"
+                is_refused = isinstance(error, openai.PermissionDeniedError)
                 break  # the client has already retried it if that may help
             except openai.APIError as error:  # no connection, no answer in time, an answer that is not OpenAI's
                 reason = type(error).__name__
@@ -270,10 +288,10 @@ class Judge:
             used = [sum(pair) for pair in zip(used, (each or 0 for each in counts), strict=True)]
             scores = self.read_scores(_text_of(response), len(question.rows))
             if scores is not None:
-                return Answer(tuple(scores), *used)
+                return Answer(tuple(scores), used[0], used[1])
             reason = "its answer has no scores"
         logger.warning("the judge gave no verdict: %s", reason)
-        return Answer((None,) * len(question.rows), *used)
+        return Answer((None,) * len(question.rows), used[0], used[1], is_refused)
 
     def read_scores(self, text: str, count: int) -> list[float] | None:
         """Return the rewards of an answer of the judge, 0.0 to 1.0; None if it does not have the required form."""

@@ -6,7 +6,8 @@
         rewards = await reward(prompts=prompts, completions=completions)  # (B,) numbers
 
 A reward model is a sequence classifier with one output, as in TRL, which renders prompt and completion with the model's
-own chat template. The numbers are those of TRL up to rounding, since other texts may share a pass.
+own chat template. The numbers are those of TRL up to rounding, since other texts may share a pass, unless a completion
+spells control tokens of the model, such as the end of a turn: they are read as text.
 
 The actor starts again if its process or node is lost, loads the models anew, and answers the calls that were lost with
 it, so the workers go on training. It is not part of their process group, and has no state of the run: a resumed run
@@ -15,10 +16,12 @@ gets the same numbers.
 
 import hashlib
 import json
+import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from grpo_ray.config.reward_names import reward_name
@@ -27,6 +30,7 @@ from grpo_ray.device import compute_device, device_environment
 from grpo_ray.errors import RewardError
 from grpo_ray.models.memory import REWARD_MODEL_TOKENS
 from grpo_ray.resilience.error_triage import describe_worker_error
+from grpo_ray.tools.template import break_up, control_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -37,6 +41,9 @@ CALL_RETRIES = 3
 """Times that a call is repeated after the actor has died, before it counts as failed. Models are loaded in calls, so a
 process that dies while it loads is counted too."""
 
+OWN_MARKS = frozenset({"<think>", "</think>", "<tool_call>", "</tool_call>"})
+"""Control tokens inside a turn, which policies write as text. Templates read them, to omit thoughts for example."""
+
 
 @dataclass(frozen=True)
 class RewardModel:
@@ -44,6 +51,22 @@ class RewardModel:
 
     model: "PreTrainedModel"
     tokenizer: "PreTrainedTokenizerBase"
+
+    @cached_property
+    def _control(self) -> re.Pattern[str] | None:
+        return control_tokens(self.tokenizer, without=OWN_MARKS)
+
+    def as_text(self, completion: Any) -> Any:
+        """Break up this model's control tokens in all texts of a completion, a text or messages.
+
+        A policy can spell them with ordinary tokens. Otherwise its completion would end its own turn, and go on as the
+        user who praises it.
+        """
+        if isinstance(completion, str):
+            return break_up(completion, self._control)
+        if isinstance(completion, Mapping):
+            return {key: self.as_text(value) for key, value in completion.items()}
+        return [self.as_text(each) for each in completion] if isinstance(completion, list | tuple) else completion
 
     @classmethod
     def load(cls, path: str, *, device: str, arguments: Mapping[str, Any], trust_remote_code: bool) -> "RewardModel":
@@ -178,7 +201,7 @@ class RewardModels:
             else apply_chat_template(
                 {"messages": [*prompt, *completion]}, model.tokenizer, **self._chat_template_kwargs
             )["text"]
-            for prompt, completion in zip(prompts, completions, strict=True)
+            for prompt, completion in zip(prompts, map(model.as_text, completions), strict=True)
         ])  # fmt: skip
 
 

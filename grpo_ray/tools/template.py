@@ -7,7 +7,7 @@ those that the template adds to a conversation that ends with a turn, as in TRL'
 import contextlib
 import copy
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -141,7 +141,7 @@ class ReplyTemplate:
             self._variables = own | _training_template(tokenizer)
             if not self._appends(roles) or self._count_appended(optional_roles) <= appended:
                 self._variables = own
-        self._control = _control_tokens(self.tokenizer)
+        self._control = control_tokens(self.tokenizer)
 
     def _count_appended(self, roles: Sequence[str]) -> int:
         return sum(self._appends([role]) for role in roles)
@@ -241,10 +241,14 @@ class ReplyTemplate:
         return self._break_up(f"{start} [... cut: a result may have {max_tokens} tokens ...] {end}")
 
     def _break_up(self, text: str) -> str:
-        """Break up the texts of control tokens, so that they are tokenized like any other text."""
-        if self._control is None:
-            return text
-        return self._control.sub(lambda found: found[0][0] + BREAK + found[0][1:], text)
+        return break_up(text, self._control)
+
+
+def break_up(text: str, control: re.Pattern[str] | None) -> str:
+    """Break up the texts of control tokens (`control_tokens`), so that they are tokenized like any other text."""
+    if control is None:
+        return text
+    return control.sub(lambda found: found[0][0] + BREAK + found[0][1:], text)
 
 
 class ToolTemplate(ReplyTemplate):
@@ -304,15 +308,15 @@ def _encodable(value: Any) -> Any:
     return [_encodable(each) for each in value] if isinstance(value, list) else value
 
 
-def _control_tokens(tokenizer: "PreTrainedTokenizerBase") -> re.Pattern[str] | None:
-    """Return a pattern of all tokens that a template may use as marks; None if there are none."""
+def control_tokens(tokenizer: "PreTrainedTokenizerBase", without: Collection[str] = ()) -> re.Pattern[str] | None:
+    """Return a pattern of all tokens that a template may use as marks, except some; None if there are none."""
     texts = {
         token.content
         for token in tokenizer.added_tokens_decoder.values()
         if len(token.content) > 1 and (token.special or CONTROL.fullmatch(token.content))
     }
     texts |= {text for text in tokenizer.all_special_tokens if len(text) > 1}
-    ordered = sorted(texts, key=lambda text: (-len(text), text))
+    ordered = sorted(texts.difference(without), key=lambda text: (-len(text), text))
     return re.compile("|".join(map(re.escape, ordered))) if ordered else None
 
 

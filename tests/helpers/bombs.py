@@ -22,10 +22,38 @@ BOMBS = {
         f"threading.Thread(target=start).start()\n{STAY}",
         "processes",
     ),
+    "threads": Bomb(
+        # M_ARENA_MAX: threads share the address space that malloc reserves, which would end the limit of each process.
+        "import _thread, ctypes, time\nctypes.CDLL(None).mallopt(-8, 1)\n_thread.stack_size(32768)\n"
+        f"for _ in range(3000): _thread.start_new_thread(time.sleep, (999,))\n{STAY}",
+        "processes",
+    ),
+    "processes that are not waited for": Bomb(
+        f"import os\nfor _ in range(3000):\n    if not os.fork(): os._exit(0)\n{STAY}", "processes"
+    ),
+    "processes without their main thread": Bomb(
+        "import ctypes, os, threading\nfor _ in range(40):\n    if not os.fork():\n"
+        f'        threading.Thread(target=exec, args=("""{STAY}""",)).start()\n'
+        f"        ctypes.CDLL(None).pthread_exit(None)\n{STAY}",
+        "processes",
+    ),
     "memory of several processes": Bomb(f"{EIGHT}kept = bytearray(os.urandom(1 << 20)) * 60\n{STAY}", "memory"),
     "memory without an address": Bomb(
         "import os\nfor _ in range(8):\n    file = os.memfd_create('x')\n"
         f"    for _ in range(20): os.write(file, bytes(1 << 20))\n{STAY}",
+        "disk",
+    ),
+    "shared memory that is not resident": Bomb(
+        "import mmap\nkept = []\nfor _ in range(8):\n    kept.append(mmap.mmap(-1, 20 << 20))\n"
+        f"    kept[-1].write(bytes(20 << 20))\n    kept[-1].madvise(mmap.MADV_DONTNEED)\n{STAY}",
+        "disk",
+    ),
+    "memory of files that are mapped and closed": Bomb(
+        # `mmap.mmap` would keep the file open.
+        "import ctypes, os\nmap_file, number = ctypes.CDLL(None).mmap, ctypes.c_long\n"
+        "for _ in range(8):\n    file = os.memfd_create('x')\n"
+        "    for _ in range(20): os.write(file, bytes(1 << 20))\n"
+        f"    map_file(None, number(20 << 20), 1, 1, file, number(0))\n    os.close(file)\n{STAY}",
         "disk",
     ),
     "space of several files": Bomb(

@@ -162,6 +162,13 @@ def datagram_to_a_socket_of_the_user() -> None:
 
 
 @attempt("seccomp")
+def memory_in_the_queue_of_a_socket() -> None:
+    """A file that a message holds after it was closed: nobody could measure it."""
+    pair = socket.socketpair()
+    socket.send_fds(pair[0], [b"x"], [os.memfd_create("x")])
+
+
+@attempt("seccomp")
 def connection_to_a_socket_of_the_user() -> None:
     socket.socket(socket.AF_UNIX).connect(str(FOLDER / "stream"))
 

@@ -19,7 +19,7 @@ PUBLIC = {
     *("load_stages", "train_stages"),
     *("GrpoRayError", "ConfigError", "DataError", "RewardError", "VerifierError", "SyncError", "CheckpointError"),
     *("SupersededError", "LedgerError", "TrainingError", "DamagedFileError", "RepeatedWorkerError", "NonFiniteError"),
-    *("HubError", "ToolError", "ConfinementError", "RolloutError", "TakenRunError"),
+    *("HubError", "ToolError", "ConfinementError", "RolloutError", "TakenRunError", "RefusedRewardError"),
     *("EndpointAccess", "EngineError", "RolloutPolicy", "RolloutRow", "Run", "Trajectory"),
 }
 

@@ -260,6 +260,9 @@ TESTS: Mapping[str, tuple[str, ...]] = {
         "fault_injection/test_hostile_answers.py::test_pool_hostile_corpus_costs_bounded_cpu_and_memory",
     ),
     "judge-tags": ("unit/rewards/test_judge.py::test_hostile_completion_stays_between_its_tags",),
+    "reward-model-turns": (
+        "unit/rewards/test_reward_models.py::test_completion_adds_no_turns_to_the_scored_conversation",
+    ),
     "json-format": (
         "unit/rewards/test_json_format.py::test_json_format_exponential_text_earns_nothing_and_the_next_is_read",
     ),

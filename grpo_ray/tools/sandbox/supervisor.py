@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
@@ -36,12 +36,13 @@ from grpo_ray.processes.client_connection import ClientConnection
 from grpo_ray.processes.limits import die_with_parent, is_starved, set_soft_limit
 from grpo_ray.processes.namespaces import PidNamespaces, is_first_of_namespace
 from grpo_ray.processes.process_tree import (
+    ProcessTree,
     children,
-    descendants,
     is_runnable,
     kill_all,
     process_state,
     process_usage,
+    tree_below,
 )
 from grpo_ray.processes.supervisors import begin_supervisor, share_memory_with_forks
 from grpo_ray.tools import python_tool
@@ -71,6 +72,9 @@ ENDED = "the environment's process has ended"
 CLOSED = "the episode was closed"
 STARTS = 4
 """Processes that are started before results are read again: with much memory in use, a fork takes tens of ms."""
+THREADS_PER_PROCESS = 64
+"""Threads that an episode may have in sum, for each of its processes: their ids are those that all processes of the
+machine share, often only 32,768."""
 OPEN_FILES = 1 << 16
 """Most files that the supervisor may open; each episode needs one, and the usual limit of 1,024 is too low."""
 
@@ -139,6 +143,7 @@ class Supervisor:
         self.client, self.folder, self.limits = ClientConnection(parent), folder, limits
         self.base_bytes = memory_in_use([os.getpid()])
         """Memory of the imported modules, which an episode's process starts with."""
+        self.max_threads = THREADS_PER_PROCESS * (limits.max_processes + 2)  # two processes are the supervisor's own
         self.namespaces = PidNamespaces()
         self.episodes: dict[int, _Episode] = {}
         self.unstarted: deque[_Episode] = deque()
@@ -320,19 +325,26 @@ class Supervisor:
         if not episode.processes or not (episode.started or self.checks_idle):
             return
         elapsed = time.monotonic() - episode.started if episode.started else 0.0
-        at_most = self.limits.max_processes
-        below = {kind: descendants(each.pid, at_most) for kind, each in episode.processes.items()}
+        trees = {kind: self._tree(each) for kind, each in episode.processes.items()}
+        below = {kind: tree.living for kind, tree in trees.items()}
+        threads = {kind: tree.threads for kind, tree in trees.items()}
         pids = [pid for kind, each in episode.processes.items() for pid in (each.pid, *below[kind])]
         memory = self.limits.memory_bytes + len(episode.processes) * self.base_bytes
-        if len(pids) - len(below) > at_most:
+        if len(pids) - len(below) > self.limits.max_processes:
             self._fail_largest(episode, {kind: len(each) for kind, each in below.items()}, "processes")
+        elif sum(threads.values()) > self.max_threads:
+            text = f"more than {self.max_threads} threads, zombies included"
+            self._fail_largest(episode, threads, "processes", text)
         elif exceeds_memory(pids, memory, inherited := self._inherited(episode, below)):
             used = {
                 kind: memory_in_use([each.pid, *below[kind]], inherited) for kind, each in episode.processes.items()
             }
             self._fail_largest(episode, used, "memory")
-        elif (excess := self._disk_excess(episode, pids)) is not None:
-            used = {kind: disk_in_use(each.folder) for kind, each in episode.processes.items()}
+        elif (excess := self._disk_excess(episode, pids, below.get(CODE, ()))) is not None:
+            used = {
+                kind: disk_in_use(each.folder, [each.pid, *below[kind]], _programs(below[kind]) if kind == CODE else ())
+                for kind, each in episode.processes.items()
+            }
             self._fail_largest(episode, used, "disk", excess)
         elif elapsed > self.limits.time_limit and not self._is_starved(episode, elapsed):
             request, kind = episode.queue[0], episode.kind
@@ -354,15 +366,19 @@ class Supervisor:
         forks = {process.pid for process in episode.processes.values()}.union(below.get(OWN, ()))
         return lambda pid: self.base_bytes if pid in forks or is_first_of_namespace(pid) else 0
 
-    def _disk_excess(self, episode: _Episode, pids: list[int]) -> str | None:
+    def _disk_excess(self, episode: _Episode, pids: list[int], code: Iterable[int]) -> str | None:
         """Measure an episode's files, unless all measurements would then take more than `DISK_SHARE` of the time.
+
+        Args:
+            pids: all of the episode's processes.
+            code: those below the process of the Python tool.
 
         Returns a description of the excess, or None.
         """
         start = time.monotonic()
         if start < episode.next_disk_check:
             return None
-        excess = disk_excess(episode.folder, pids, self.limits.disk_bytes, self.limits.max_files)
+        excess = disk_excess(episode.folder, pids, self.limits.disk_bytes, self.limits.max_files, _programs(code))
         took = time.monotonic() - start
         episode.next_disk_check = start + max(DISK_SECONDS, len(self.episodes) * took / DISK_SHARE)
         return excess
@@ -372,12 +388,14 @@ class Supervisor:
         process = episode.processes[episode.kind]
         used = self._cpu_seconds(process) - episode.cpu_before
         return is_starved(self.limits.time_limit, elapsed, used) and any(
-            is_runnable(each) for each in (process.pid, *descendants(process.pid, self.limits.max_processes))
+            is_runnable(each) for each in (process.pid, *self._tree(process).living)
         )
 
     def _cpu_seconds(self, process: _Process) -> float:
-        pids = process.pid, *descendants(process.pid, self.limits.max_processes)
-        return sum(process_usage(each)[0] for each in pids)
+        return sum(process_usage(each)[0] for each in (process.pid, *self._tree(process).living))
+
+    def _tree(self, process: _Process) -> ProcessTree:
+        return tree_below(process.pid, self.limits.max_processes, self.max_threads)
 
     def _fail_largest(
         self, episode: _Episode, used: Mapping[Kind, float], status: Status, text: str | None = None
@@ -465,6 +483,14 @@ def _spec_of(spec: dict[str, Any], kind: Kind) -> dict[str, Any]:
     """Return the part of an episode's opening message that one of its processes needs."""
     tools = [path for path in spec["tools"] if runs_policy_code(path) == (kind == CODE)]
     return {**spec, "tools": tools} if kind == OWN else {**spec, "tools": tools, "environment": None}
+
+
+def _programs(below: Iterable[int]) -> list[int]:
+    """Return the processes that run programs, without the fork of the supervisor that they were started from.
+
+    That fork maps the user's modules, whose files may have been replaced, and so deleted, since they were imported.
+    """
+    return [pid for pid in below if not is_first_of_namespace(pid)]
 
 
 def is_readable(sock: socket.socket) -> bool:

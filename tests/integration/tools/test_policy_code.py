@@ -142,6 +142,19 @@ def test_code_that_is_ended_leaves_the_environment_and_its_score(open_pool: Call
     assert run(episode, "2").text == "2\n"
 
 
+@pytest.mark.parametrize("name", ["memory without an address", "shared memory that is not resident"])
+def test_memory_of_code_without_a_name_ends_the_code_and_not_the_environment(
+    open_pool: Callable[..., EpisodePool], name: str
+) -> None:
+    pool = open_pool(environment=ENVIRONMENT, **SMALL)
+    episode = opened(pool)
+    assert episode.reset().result(WAIT).status == "ok"
+    assert episode.call("increase", {"by": 3}).result(WAIT).text == "3"
+    assert run(episode, BOMBS[name].code).status == "disk"
+    scored = episode.reward().result(WAIT)
+    assert (scored.status, scored.value) == ("ok", 3.0)
+
+
 def test_call_of_code_says_whether_the_environment_is_done(open_pool: Callable[..., EpisodePool]) -> None:
     episode = opened(open_pool(environment=ENVIRONMENT))
     assert episode.reset().result(WAIT).status == "ok"

@@ -1,5 +1,6 @@
 """Tests of memory and disk space in sum, and of the removal of folders that code has made."""
 
+import ctypes
 import mmap
 import os
 import tempfile
@@ -9,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from grpo_ray.processes.accounting import disk_excess, exceeds_memory, memory_in_use, remove_folder
+from grpo_ray.processes.accounting import disk_excess, disk_in_use, exceeds_memory, memory_in_use, remove_folder
 
 
 def as_another_user(function: Callable[[], object]) -> int:
@@ -111,6 +112,54 @@ def test_deleted_files_count_as_long_as_they_are_open(tmp_path: Path) -> None:
         file.write(bytes(2 << 20))
         assert disk_excess(str(tmp_path), [os.getpid()], 1 << 20, 10**6) == "more than 0.000976562 GiB of files"
         assert disk_excess(str(tmp_path), [], 1 << 20, 10) is None
+
+
+def test_shared_memory_counts_once_even_if_it_is_not_resident(tmp_path: Path) -> None:
+    size = 40 << 20
+    memory = mmap.mmap(-1, size)
+    before = memory_in_use([os.getpid()])
+    memory.write(bytes(size))
+    memory.madvise(mmap.MADV_DONTNEED)
+    assert memory_in_use([os.getpid()]) < before + size // 2
+    fork = os.fork()
+    if fork == 0:
+        try:
+            os.read(os.pipe()[0], 1)
+        finally:
+            os._exit(0)
+    both = [os.getpid(), fork]
+    try:
+        assert disk_excess(str(tmp_path), both, 20 << 20, 10**6) is None  # of open files only
+        assert disk_excess(str(tmp_path), both, 20 << 20, 10**6, both) == "more than 0.0195312 GiB of files"
+        assert disk_excess(str(tmp_path), both, 60 << 20, 10**6, both) is None
+        assert disk_in_use(str(tmp_path), both, both) in range(size, size + (1 << 20))
+    finally:
+        os.kill(fork, 9)
+        os.waitpid(fork, 0)
+
+
+@pytest.mark.parametrize("is_open", [True, False])
+def test_deleted_file_that_is_mapped_counts_once(tmp_path: Path, is_open: bool) -> None:
+    size = 2 << 20
+    file = os.open(tmp_path / "file", os.O_CREAT | os.O_RDWR)
+    os.write(file, os.urandom(size))
+    os.unlink(tmp_path / "file")
+    map_file = ctypes.CDLL(None).mmap  # Python's `mmap` would keep the file open
+    map_file.restype = ctypes.c_void_p
+    before = disk_in_use(str(tmp_path), [], [os.getpid()])
+    address = map_file(None, ctypes.c_long(size), mmap.PROT_READ, mmap.MAP_SHARED, file, ctypes.c_long(0))
+    if not is_open:
+        os.close(file)
+    try:
+        own = [os.getpid()]
+        assert disk_in_use(str(tmp_path), own, own) in range(size, size + (1 << 20))
+        assert disk_in_use(str(tmp_path), own) >= size * is_open
+        assert disk_in_use(str(tmp_path), [], own) >= before + size
+    finally:
+        assert ctypes.CDLL(None).munmap(ctypes.c_void_p(address), ctypes.c_long(size)) == 0
+        if is_open:
+            os.close(file)
+    assert disk_in_use(str(tmp_path), own, own) < size
 
 
 def test_memory_counts_shared_pages_once() -> None:

@@ -17,6 +17,7 @@ from grpo_ray.processes.process_tree import (
     kill_all,
     process_state,
     process_usage,
+    tree_below,
 )
 
 pytestmark = pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="this system has no /proc")
@@ -48,7 +49,37 @@ def test_descendants_are_found_at_all_depths(root: int) -> None:
 
 
 def test_search_for_descendants_ends_above_its_limit(root: int) -> None:
-    assert len(descendants(root, at_most=0)) == 1
+    assert len(tree_below(root, at_most=0).living) == 1
+
+
+THREADS = """
+import ctypes, os, threading, time
+kept = bytearray(os.urandom(1 << 20)) * 8
+for _ in range(5):
+    threading.Thread(target=time.sleep, args=(999,)).start()
+if os.fork() == 0:
+    os._exit(0)
+if os.fork() == 0:
+    threading.Thread(target=time.sleep, args=(999,)).start()
+    ctypes.CDLL(None).pthread_exit(None)
+time.sleep(999)
+"""
+"""Program with six threads and, below it, a process that has ended, and one whose main thread has ended."""
+
+
+def test_threads_and_processes_that_have_ended_count() -> None:
+    process = subprocess.Popen([sys.executable, "-c", THREADS], start_new_session=True)
+    try:
+        wait_until(lambda: sorted(map(process_state, children(process.pid))) == ["Z", "Z"])
+        tree = tree_below(process.pid)
+        (thread,) = tree.living
+        assert tree.threads == 6 + 1 + 2 and thread not in children(process.pid)
+        assert process_usage(thread)[1] > 8 << 20  # of its process
+        assert tree_below(process.pid, most_threads=5).living == []  # 6 threads, which are not read
+        assert tree_below(process.pid, most_threads=5).threads == 6
+    finally:
+        kill_all(process.pid)
+        process.wait()
 
 
 def test_tree_is_killed_across_sessions(root: int) -> None:

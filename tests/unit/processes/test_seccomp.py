@@ -75,7 +75,7 @@ def test_refused_calls_and_those_that_are_not_listed_fail() -> None:
         for number in range(LAST_KNOWN + 1):
             if listed.get(number, "refused") == "refused":
                 assert verdict(machine, number) == REFUSED, (machine, number)
-    assert {"socket", "ptrace", "setns", "unshare", "mount", "pidfd_getfd", "bpf", "io_uring_setup"} <= {
+    assert {"socket", "ptrace", "setns", "unshare", "mount", "pidfd_getfd", "bpf", "io_uring_setup", "sendmsg"} <= {
         call.name for _, call in calls("refused")
     }
 

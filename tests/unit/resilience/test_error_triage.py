@@ -12,7 +12,9 @@ from grpo_ray.errors import (
     DataError,
     LedgerError,
     NonFiniteError,
+    RefusedRewardError,
     RepeatedWorkerError,
+    RewardError,
     SupersededError,
     TrainingError,
 )
@@ -224,7 +226,7 @@ def test_root_cause_prefers_code_to_death_to_lost_peer() -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", [NonFiniteError, CheckpointError, ConfigError, DataError, LedgerError, SupersededError]
+    "kind", [NonFiniteError, CheckpointError, ConfigError, DataError, LedgerError, RefusedRewardError, SupersededError]
 )
 def test_raise_if_fatal_fatal_error_is_raised(kind: type[Exception]) -> None:
     error = kind("the next attempt would fail too")
@@ -234,5 +236,10 @@ def test_raise_if_fatal_fatal_error_is_raised(kind: type[Exception]) -> None:
 
 
 def test_raise_if_fatal_other_error_is_ignored() -> None:
-    for error in (ValueError("a reward"), ConnectionError("closed by peer"), worker_death()):
+    for error in (
+        ValueError("a reward"),
+        RewardError("no process can be started"),
+        ConnectionError("closed by peer"),
+        worker_death(),
+    ):
         raise_if_fatal(error)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from judge_server import JudgeServer, completions_in, judge_server
 
-from grpo_ray.errors import DamagedFileError, RewardError
+from grpo_ray.errors import DamagedFileError, RefusedRewardError, RewardError
 from grpo_ray.rewards import verdicts
 from grpo_ray.rewards.registry import load_reward
 from grpo_ray.rewards.verdicts import FOLDER, VerdictStore, keep_verdicts, process_store
@@ -202,9 +202,27 @@ def test_one_failure_costs_its_own_completions_only() -> None:
 def test_refused_key_or_model_ends_the_run(status: int) -> None:
     with (
         judge_server(lambda user, number: status) as server,
-        pytest.raises(RewardError, match=f"refuses the model 'judge-7b' or the key in OPENAI_API_KEY .status {status}"),
+        pytest.raises(
+            RefusedRewardError, match=f"refuses the model 'judge-7b' or the key in OPENAI_API_KEY .status {status}"
+        ),
     ):
         ask(judge(server), "a", "b")
+
+
+def test_texts_that_moderation_refuses_cost_their_own_verdict(tmp_path: Path) -> None:
+    """Services answer 403 to flagged texts, as they do to a key without rights."""
+    folder = RunFolder(str(tmp_path), "run")
+    keep_verdicts(folder, rank=0)
+    with judge_server(lambda user, number: 403 if "bad" in completions_in(user) else '{"scores": [5]}') as server:
+        assert ask(judge(server), "a", "bad", "c") == [0.5, None, 0.5]
+        assert len(server.requests) == 3
+        # All of a call: a trial with a harmless text, whose cost counts, shows that model and key are accepted.
+        reward = judge(server, prices=[1.0, 1.0])
+        assert ask(reward, "bad", prompts=["Another."]) == [None]
+        assert len(server.requests) == 5 and reward.metrics["judge_cost"] == pytest.approx(0.0011)
+        keep_verdicts(folder, rank=0)
+        assert ask(judge(server), "a", "bad", "c") == [0.5, None, 0.5]
+    assert len(server.requests) == 5
 
 
 BAD = [
@@ -269,7 +287,7 @@ def test_cost_limit_ends_the_run_and_counts_earlier_attempts(tmp_path: Path) -> 
         assert reward.metrics["judge_cost"] == pytest.approx(0.003)
         ask(reward, "b")
         keep_verdicts(folder, rank=0)
-        with pytest.raises(RewardError, match=r"have cost 0\.006, and max_cost is 0\.005; raise"):
+        with pytest.raises(RefusedRewardError, match=r"have cost 0\.006, and max_cost is 0\.005; raise"):
             ask(judge(server, **settings), "c")
         assert ask(judge(server, **settings), "a") == [0.1]  # known
     assert len(server.requests) == 2
