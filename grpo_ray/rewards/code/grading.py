@@ -56,6 +56,17 @@ class Limits:
         of_process = WALL_FACTOR * self.cpu_seconds + WALL_SECONDS
         return 60.0 + (MAX_TIMEOUTS + 1) * of_process + INPUTS_AT_ONCE * self.cpu_seconds
 
+    def program_seconds(self, tests: int) -> float:
+        """Time limit of all interpreters of a program together: a program decides how many of them its calls need.
+
+        The limit of one interpreter covers starts and timeouts. Twice the CPU time of each test leaves time to an
+        honest program that needs nearly all of it, while other processes use the cores too.
+
+        Args:
+            tests: number of the program's tests.
+        """
+        return self.wall_seconds + 2 * self.cpu_seconds * tests
+
 
 @dataclass(frozen=True)
 class ProgramVerdict:
@@ -70,6 +81,16 @@ class ProgramVerdict:
     def share(self) -> float:
         """Share of the tests that the program passes, 0 to 1."""
         return sum(self.passed) / len(self.passed)
+
+
+@dataclass
+class ProgramRun:
+    """Processes of a program that is graded, and their limits over all of its tests."""
+
+    program: str
+    episode: Any
+    seconds: float
+    """Time that its interpreters may still take."""
 
 
 class CodeGrader:
@@ -117,9 +138,10 @@ class CodeGrader:
         if not program:
             return ProgramVerdict((False,) * len(tests), 0)
         episode = self._pool.open(None, 0, {}, 0)
+        run = ProgramRun(program, episode, self.limits.program_seconds(len(tests)))
         try:
-            of_outputs = self._run_on_inputs(episode, program, [each for each in tests if isinstance(each, StdinTest)])
-            of_calls = self._run_assertions(episode, program, [each for each in tests if isinstance(each, AssertTest)])
+            of_outputs = self._run_on_inputs(run, [each for each in tests if isinstance(each, StdinTest)])
+            of_calls = self._run_assertions(run, [each for each in tests if isinstance(each, AssertTest)])
         except (ToolError, StartError) as error:
             raise RewardError(f"code_tests: {error}") from None
         finally:
@@ -128,12 +150,14 @@ class CodeGrader:
         passed = tuple(next(outputs) if isinstance(each, StdinTest) else next(calls) for each in tests)
         return ProgramVerdict(passed, of_outputs[1] + of_calls[1])
 
-    def _run_on_inputs(self, episode: Any, program: str, tests: Sequence[StdinTest]) -> tuple[list[bool], int]:
+    def _run_on_inputs(self, run: ProgramRun, tests: Sequence[StdinTest]) -> tuple[list[bool], int]:
         passed, timeouts = [False] * len(tests), 0
         for first in range(0, len(tests), INPUTS_AT_ONCE):
+            if timeouts >= MAX_TIMEOUTS or run.seconds <= 0:
+                return passed, timeouts + len(tests) - first
             part = tests[first : first + INPUTS_AT_ONCE]
             asked = [each.input for each in part]
-            results, rest = self._run(episode, program, inputs=asked, max_timeouts=MAX_TIMEOUTS - timeouts)
+            results, rest = self._run(run, inputs=asked, max_timeouts=MAX_TIMEOUTS - timeouts)
             if not results:  # the interpreter has reached its own limit, or the program has broken it
                 return passed, timeouts + 1
             for number, test in enumerate(part):
@@ -142,7 +166,7 @@ class CodeGrader:
                 timeouts += result.get("status") == "timeout"
         return passed, timeouts
 
-    def _run_assertions(self, episode: Any, program: str, tests: Sequence[AssertTest]) -> tuple[list[bool], int]:
+    def _run_assertions(self, run: ProgramRun, tests: Sequence[AssertTest]) -> tuple[list[bool], int]:
         """Run the tests of functions, in rounds: make the calls that they need, then run them again."""
         known: dict[str, Any] = {}
         open_tests, passed = dict(enumerate(tests)), [False] * len(tests)
@@ -168,7 +192,7 @@ class CodeGrader:
                 calls += own
             if not open_tests:
                 break
-            self._make_calls(episode, program, calls, known)
+            self._make_calls(run, calls, known)
         late = {key for key, result in known.items() if result.get("status") == "timeout"}
         # A passed test may have such a call among those that were listed ahead, without having needed it.
         return passed, sum(not has and not late.isdisjoint(own) for has, own in zip(passed, keys, strict=True))
@@ -178,16 +202,16 @@ class CodeGrader:
         answer = checker.ask(json.dumps([test.source, known, only_list]).encode("utf-8", "surrogatepass"))
         return None if answer is None else json.loads(answer)
 
-    def _make_calls(self, episode: Any, program: str, calls: Sequence[Any], known: dict[str, Any]) -> None:
+    def _make_calls(self, run: ProgramRun, calls: Sequence[Any], known: dict[str, Any]) -> None:
         """Make calls of the program's functions, and add their results to `known`."""
         waiting = [call for key, call in {call_key(call): call for call in calls}.items() if key not in known]
         timeouts = sum(result.get("status") == "timeout" for result in known.values())  # of earlier rounds
         while waiting:
-            if timeouts >= MAX_TIMEOUTS:
+            if timeouts >= MAX_TIMEOUTS or run.seconds <= 0:
                 known |= {call_key(call): {"status": "timeout"} for call in waiting}
                 return
             part = waiting[:CALLS_AT_ONCE]
-            results, rest = self._run(episode, program, calls=part, max_timeouts=MAX_TIMEOUTS - timeouts)
+            results, rest = self._run(run, calls=part, max_timeouts=MAX_TIMEOUTS - timeouts)
             is_cut = rest == program_driver.CUT and bool(results)  # with a result in each turn, so that the loop ends
             done = [number for number in range(len(part)) if number in results or not is_cut]
             for number in done:
@@ -196,11 +220,13 @@ class CodeGrader:
                 known[call_key(part[number])] = result
             waiting = [call for number, call in enumerate(part) if number not in done] + waiting[CALLS_AT_ONCE:]
 
-    def _run(self, episode: Any, program: str, **asked: Any) -> tuple[dict[int, Any], str]:
+    def _run(self, run: ProgramRun, **asked: Any) -> tuple[dict[int, Any], str]:
         """Run the driver in a new interpreter; return its results by number, and the status of the missing ones."""
-        request = json.dumps({"program": program, "cpu_seconds": self.limits.cpu_seconds, **asked})
-        output = episode.call("python", {"code": f"{_driver()}\nmain({request!r})\n"}).result()
-        return read_results(output.text or "", len(asked.get("inputs") or asked["calls"]))
+        request = json.dumps({"program": run.program, "cpu_seconds": self.limits.cpu_seconds, **asked})
+        called = run.episode.call("python", {"code": f"{_driver()}\nmain({request!r})\n"}).result()
+        run.seconds -= called.seconds
+        results, rest = read_results(called.text or "", len(asked.get("inputs") or asked["calls"]))
+        return results, "timeout" if called.status == "timeout" else rest
 
 
 def read_results(text: str, asked: int) -> tuple[dict[int, Any], str]:

@@ -3,6 +3,8 @@
 import itertools
 import json
 from collections.abc import Iterator
+from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +16,11 @@ from grpo_ray.data.program_tests import AssertTest, StdinTest, parse_tests
 from grpo_ray.data.stream import open_splits
 from grpo_ray.errors import DataError, RewardError
 from grpo_ray.rewards.code.assertions import is_result
-from grpo_ray.rewards.code.grading import CodeGrader, Limits, read_results
+from grpo_ray.rewards.code.grading import CodeGrader, Limits, ProgramRun, ProgramVerdict, read_results
 from grpo_ray.rewards.code.program_text import program_of
 from grpo_ray.rewards.code.values import NotPlainError, decode, encode
 from grpo_ray.rewards.registry import load_reward
+from grpo_ray.tools.sandbox.protocol import CallResult, Status
 
 LIMITS = Limits(cpu_seconds=0.5, memory_gib=1.0, isolation="required", parallel=2)
 CASES = cases()
@@ -114,7 +117,7 @@ class Counting(CodeGrader):
         super().__init__(LIMITS)
         self.timeouts = 0
 
-    def _run(self, episode: Any, program: str, **asked: Any) -> tuple[dict[int, Any], str]:
+    def _run(self, run: ProgramRun, **asked: Any) -> tuple[dict[int, Any], str]:
         results: dict[int, Any] = {}
         timeouts = 0
         for number, call in enumerate(asked["calls"]):
@@ -155,6 +158,64 @@ def test_timeouts_are_limited_over_all_rounds(counting: Counting) -> None:
     calls = ["100", "f(0) + 100", "f(f(0)) + 100", "f(f(f(0))) + 100", "f(f(f(f(0)))) + 100"]
     verdict = counting.grade("def f(n): ...", parse_tests([f"assert f({call}) == 0" for call in calls]))
     assert verdict.passed == (False,) * 5 and verdict.timeouts == 5 and counting.timeouts == 2
+
+
+class SlowInterpreters:
+    """Pool and episode whose interpreters take a time, print the results of a hostile program, and make no call."""
+
+    def __init__(self, printed: str, seconds: float, status: Status = "ok") -> None:
+        self.result = CallResult(status, printed, seconds=seconds)
+        self.started = 0
+
+    def open(self, *arguments: Any) -> "SlowInterpreters":
+        return self
+
+    def call(self, name: str, arguments: dict[str, Any]) -> "Future[CallResult]":
+        self.started += 1
+        future: Future[CallResult] = Future()
+        future.set_result(self.result)
+        return future
+
+    def close(self) -> None:
+        pass
+
+
+def grade_slowly(interpreters: SlowInterpreters, tests: Any) -> ProgramVerdict:
+    grader = CodeGrader(replace(LIMITS, cpu_seconds=5.0))
+    grader._pool = interpreters  # type: ignore[assignment]
+    verdict = grader.grade("...", parse_tests(tests))
+    grader.close()
+    return verdict
+
+
+CUT_AFTER_ONE = '\x1e{"number": 0, "value": 1}\n\x1e{"rest": "cut"}\n'
+
+
+def test_program_that_makes_one_call_per_interpreter_is_ended() -> None:
+    """The limit is 290 s for one interpreter and 2 * 5 s for each of 20 tests, 490 s: used up by the third of 200 s."""
+    slow = SlowInterpreters(CUT_AFTER_ONE, 200.0)
+    verdict = grade_slowly(slow, [f"assert f({n}) == 1" for n in range(20)])
+    assert slow.started == 3 and verdict.passed == (True,) * 3 + (False,) * 17 and verdict.timeouts == 17
+
+
+def test_program_that_uses_its_whole_time_is_not_ended() -> None:
+    """20 tests may take 5 s each, and an interpreter needs time to start."""
+    slow = SlowInterpreters(CUT_AFTER_ONE, 5.0 + 10.0)
+    verdict = grade_slowly(slow, [f"assert f({n}) == 1" for n in range(20)])
+    assert slow.started == 20 and verdict.passed == (True,) * 20 and verdict.timeouts == 0
+
+
+def test_program_that_delays_each_part_of_its_inputs_is_ended() -> None:
+    """The limit is 290 s + 50 * 2 * 5 s = 790 s, used up by the third interpreter; each runs 10 inputs."""
+    slow = SlowInterpreters('\x1e{"number": 0, "hash": "x"}\n', 280.0)
+    verdict = grade_slowly(slow, {"inputs": ["1"] * 50, "outputs": ["1"] * 50})
+    assert slow.started == 3 and verdict.passed == (False,) * 50 and verdict.timeouts == 20
+
+
+def test_interpreter_that_reaches_its_limit_is_a_timeout_of_all_calls() -> None:
+    slow = SlowInterpreters("", 290.0, "timeout")
+    verdict = grade_slowly(slow, [f"assert f({n}) == 1" for n in range(20)])
+    assert slow.started == 1 and verdict.passed == (False,) * 20 and verdict.timeouts == 20
 
 
 @pytest.mark.parametrize(
