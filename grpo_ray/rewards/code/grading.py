@@ -25,7 +25,7 @@ from grpo_ray.errors import RewardError, ToolError
 from grpo_ray.processes.limited_process import StartError
 from grpo_ray.rewards.code import program_driver, values
 from grpo_ray.rewards.code.assertions import call_key, checker
-from grpo_ray.rewards.code.program_driver import MARK, WALL_FACTOR, WALL_SECONDS, output_hash
+from grpo_ray.rewards.code.program_driver import MARK, output_hash, wall_limit
 from grpo_ray.tools.definitions import NO_TOOLS, RolloutDefinition
 from grpo_ray.tools.sandbox.pool import EpisodePool, SandboxLimits
 
@@ -53,8 +53,7 @@ class Limits:
     @property
     def wall_seconds(self) -> float:
         """Time limit of one interpreter, for programs that evade the limits of their processes."""
-        of_process = WALL_FACTOR * self.cpu_seconds + WALL_SECONDS
-        return 60.0 + (MAX_TIMEOUTS + 1) * of_process + INPUTS_AT_ONCE * self.cpu_seconds
+        return 60.0 + (MAX_TIMEOUTS + 1) * wall_limit(self.cpu_seconds) + INPUTS_AT_ONCE * self.cpu_seconds
 
     def program_seconds(self, tests: int) -> float:
         """Time limit of all interpreters of a program together: a program decides how many of them its calls need.

@@ -2,6 +2,8 @@
 
 import itertools
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import replace
@@ -108,6 +110,32 @@ def test_test_that_exceeds_its_own_limit_is_not_passed(grader: CodeGrader) -> No
 def test_timeouts_end_the_tests_of_a_program(grader: CodeGrader) -> None:
     verdict = grader.grade("def f(n):\n    while n: pass", parse_tests([f"assert f({n}) is None" for n in range(20)]))
     assert verdict.passed == (True,) + (False,) * 19 and verdict.timeouts == 19
+
+
+@pytest.mark.parametrize("loading", ["while True: pass", "import time\ntime.sleep(10**6)"], ids=["computes", "waits"])
+def test_loading_has_the_limits_of_one_test(loading: str) -> None:
+    """All calls together may take far more: 50 s of CPU time, and 510 s."""
+    script = (
+        "from grpo_ray.rewards.code import program_driver as driver\n"
+        "driver.WALL_FACTOR, driver.WALL_SECONDS = 10.0, 0.0\n"
+        f"asked = {{'program': {loading!r}, 'cpu_seconds': 0.2, 'calls': [{{}}] * 249, 'max_timeouts': 2}}\n"
+        "data, cpu, status = driver.in_child(lambda pipe: driver.serve_calls(asked, pipe), 50.0)\n"
+        "print(data, cpu < 10, status)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout == "b'' True timeout\n"
+
+
+def test_program_that_never_loads_hits_the_limit_in_all_tests(grader: CodeGrader) -> None:
+    verdict = grader.grade("while True: pass", parse_tests([f"assert f({n}) == 1" for n in range(20)]))
+    assert verdict.passed == (False,) * 20 and verdict.timeouts == 20
+
+
+def test_program_that_needs_time_to_load_has_the_whole_limit_in_each_call(grader: CodeGrader) -> None:
+    """The limit is 0.5 s; loading and one call take 0.6 s together."""
+    busy = "import time\ndef work():\n    end = time.process_time() + 0.3\n    while time.process_time() < end: pass\n"
+    program = busy + "work()\ndef f(n):\n    work()\n    return n"
+    assert grader.grade(program, parse_tests(["assert f(1) == 1", "assert f(2) == 2"])).passed == (True, True)
 
 
 class Counting(CodeGrader):
