@@ -36,6 +36,8 @@ MAX_ROUNDS = 64
 """Rounds of calls after which a test that still needs another call has failed."""
 MAX_TIMEOUTS = 2
 """Inputs, or calls of tests, that may hit the time limit; all later ones count as if they did, and are not run."""
+MAX_RESULT_CHARS = 32 << 20
+"""Characters of JSON of all results of a program's calls; further results are not kept, and fail their tests."""
 CACHE_SIZE = 8_192
 
 
@@ -90,6 +92,8 @@ class ProgramRun:
     episode: Any
     seconds: float
     """Time that its interpreters may still take."""
+    result_chars: int
+    """Characters that the results of its further calls may have."""
 
 
 class CodeGrader:
@@ -137,7 +141,7 @@ class CodeGrader:
         if not program:
             return ProgramVerdict((False,) * len(tests), 0)
         episode = self._pool.open(None, 0, {}, 0)
-        run = ProgramRun(program, episode, self.limits.program_seconds(len(tests)))
+        run = ProgramRun(program, episode, self.limits.program_seconds(len(tests)), MAX_RESULT_CHARS)
         try:
             of_outputs = self._run_on_inputs(run, [each for each in tests if isinstance(each, StdinTest)])
             of_calls = self._run_assertions(run, [each for each in tests if isinstance(each, AssertTest)])
@@ -176,13 +180,15 @@ class CodeGrader:
         for _ in range(MAX_ROUNDS):
             calls = []
             for number, test in list(open_tests.items()):
-                outcome = self._ask_checker(test, known)
+                # Not the results of other tests: a program of many tests with large results would take minutes.
+                results = {key: known[key] for key in keys[number] if key in known}
+                outcome = self._ask_checker(test, results)
                 if not isinstance(outcome, dict):
                     passed[number] = outcome is True
                     del open_tests[number]
                     continue
                 own = [outcome]
-                further = None if number in unlisted else self._ask_checker(test, known, only_list=True)
+                further = None if number in unlisted else self._ask_checker(test, results, only_list=True)
                 if further is None:
                     unlisted.add(number)
                 else:
@@ -196,9 +202,13 @@ class CodeGrader:
         # A passed test may have such a call among those that were listed ahead, without having needed it.
         return passed, sum(not has and not late.isdisjoint(own) for has, own in zip(passed, keys, strict=True))
 
-    def _ask_checker(self, test: AssertTest, known: Mapping[str, Any], only_list: bool = False) -> Any:
-        """Return the checker's answer; None if the test exceeds its limits."""
-        answer = checker.ask(json.dumps([test.source, known, only_list]).encode("utf-8", "surrogatepass"))
+    def _ask_checker(self, test: AssertTest, results: Mapping[str, Any], only_list: bool = False) -> Any:
+        """Return the checker's answer; None if the test exceeds its limits.
+
+        Args:
+            results: known results of the test's calls.
+        """
+        answer = checker.ask(json.dumps([test.source, results, only_list]).encode("utf-8", "surrogatepass"))
         return None if answer is None else json.loads(answer)
 
     def _make_calls(self, run: ProgramRun, calls: Sequence[Any], known: dict[str, Any]) -> None:
@@ -216,6 +226,9 @@ class CodeGrader:
             for number in done:
                 result = results.get(number, {"status": rest or "crash"})
                 timeouts += result.get("status") == "timeout"
+                run.result_chars -= len(json.dumps(result))
+                if run.result_chars < 0:
+                    result = {"status": "timeout" if result.get("status") == "timeout" else "output"}
                 known[call_key(part[number])] = result
             waiting = [call for number, call in enumerate(part) if number not in done] + waiting[CALLS_AT_ONCE:]
 
@@ -248,7 +261,7 @@ def read_results(text: str, asked: int) -> tuple[dict[int, Any], str]:
             if "value" in result:  # a value that cannot be decoded is not a result
                 values.decode(result["value"])
                 values.decode(result.get("args"))
-                json.dumps(result)
+            json.dumps(result)
         except Exception:  # untrusted: a program can write any text, and no text may end the run
             continue
         if isinstance(result, dict) and type(number) is int and 0 <= number < asked:

@@ -17,7 +17,8 @@ from grpo_ray.config.loader import load_config
 from grpo_ray.data.program_tests import AssertTest, StdinTest, parse_tests
 from grpo_ray.data.stream import open_splits
 from grpo_ray.errors import DataError, RewardError
-from grpo_ray.rewards.code.assertions import is_result
+from grpo_ray.rewards.code import grading
+from grpo_ray.rewards.code.assertions import checker, is_result
 from grpo_ray.rewards.code.grading import CodeGrader, Limits, ProgramRun, ProgramVerdict, read_results
 from grpo_ray.rewards.code.program_text import program_of
 from grpo_ray.rewards.code.values import NotPlainError, decode, encode
@@ -244,6 +245,35 @@ def test_interpreter_that_reaches_its_limit_is_a_timeout_of_all_calls() -> None:
     slow = SlowInterpreters("", 290.0, "timeout")
     verdict = grade_slowly(slow, [f"assert f({n}) == 1" for n in range(20)])
     assert slow.started == 1 and verdict.passed == (False,) * 20 and verdict.timeouts == 20
+
+
+def test_each_test_is_checked_with_the_results_of_its_own_calls(
+    grader: CodeGrader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The results of all 50 tests together have 5 MB."""
+    sizes: list[int] = []
+    ask = checker.ask
+
+    def measure(request: bytes) -> bytes | None:
+        sizes.append(len(request))
+        return ask(request)
+
+    monkeypatch.setattr(checker, "ask", measure)
+    shared = ["assert f(f(1)) == f(0)", "assert len(f(f(1))) == 100_000", "assert f(0) == f(1)[:5]"]
+    tests = parse_tests([*(f"assert f({n}) == 'a' * 100_000" for n in range(50)), *shared])
+    verdict = grader.grade("def f(n): return 'a' * 100_000", tests)
+    assert verdict.passed == (True,) * 52 + (False,) and verdict.timeouts == 0
+    assert 100_000 < max(sizes) < 1_000_000
+
+
+def test_results_of_a_program_are_limited_in_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each result has more than 100 characters and fewer than 150."""
+    monkeypatch.setattr(grading, "MAX_RESULT_CHARS", 450)
+    value = "a" * 80
+    printed = "".join(f'\x1e{{"number": {n}, "value": "{value}"}}\n' for n in range(9))
+    interpreters = SlowInterpreters(printed, 1.0)
+    verdict = grade_slowly(interpreters, [f"assert len(f({n})) == 80" for n in range(9)])
+    assert verdict.passed == (True,) * 4 + (False,) * 5 and verdict.timeouts == 0 and interpreters.started == 1
 
 
 @pytest.mark.parametrize(
