@@ -82,6 +82,35 @@ class _ReadingTokenizer:
             raise
 
 
+def _read_message(
+    tokenizer: "PreTrainedTokenizerBase", prefix: Sequence[int], ids: Sequence[int], tools: ToolSet
+) -> tuple[Message, bool]:
+    """Read the message of a turn; a turn that cannot be read is text, and so is every turn without a grammar.
+
+    Args:
+        prefix: token ids before the turn.
+        ids: token ids of the turn.
+
+    Returns:
+        The message; and True if the turn exceeds a limit of `turn_reader`.
+    """
+    from trl.chat_template_utils import parse_response
+
+    reading = _ReadingTokenizer(tokenizer)
+    try:
+        if _has_grammar(tokenizer):
+            read = _encodable(parse_response(cast(Any, reading), list(ids), list(prefix), tools.schemas))
+        else:
+            read = {"content": tokenizer.decode(list(ids), skip_special_tokens=True)}
+    except RecursionError:  # a call with hundreds of nested brackets
+        read = {"content": tokenizer.decode(list(ids), skip_special_tokens=True)}
+    return {"content": "", **read, "role": "assistant"}, reading.is_unread
+
+
+def _has_grammar(tokenizer: "PreTrainedTokenizerBase") -> bool:
+    return any(getattr(tokenizer, grammar, None) for grammar in GRAMMARS)
+
+
 def _is_prefix_preserving(tokenizer: "PreTrainedTokenizerBase") -> bool:
     """Return True if the chat template renders a conversation as a prefix of the same one with results of a tool."""
     from jinja2 import TemplateError
@@ -180,23 +209,13 @@ class ReplyTemplate:
             prefix: token ids before the turn.
             ids: token ids of the turn.
         """
-        from trl.chat_template_utils import parse_response
-
-        reading = _ReadingTokenizer(self.tokenizer)
-        try:
-            if any(getattr(self.tokenizer, grammar, None) for grammar in GRAMMARS):
-                read = _encodable(parse_response(cast(Any, reading), list(ids), list(prefix), tools.schemas))
-            else:
-                read = {"content": self.tokenizer.decode(list(ids), skip_special_tokens=True)}
-        except RecursionError:  # a call with hundreds of nested brackets
-            read = {"content": self.tokenizer.decode(list(ids), skip_special_tokens=True)}
-        message = {"content": "", **read, "role": "assistant"}
+        message, is_unread = _read_message(self.tokenizer, prefix, ids, tools)
         calls = []
         for call in message.get("tool_calls") or ():
             function = call.get("function") or {}
             arguments = function.get("arguments")
             calls.append(ToolCall(str(function.get("name")), arguments if isinstance(arguments, dict) else None))
-        return AssistantTurn(message, calls, is_unread=reading.is_unread)
+        return AssistantTurn(message, calls, is_unread)
 
     def result_ids(self, messages: Sequence[Message]) -> list[int]:
         """Return the token ids that follow a turn: messages of tools or of the user, and the start of the next turn.
@@ -278,7 +297,7 @@ class ToolTemplate(ReplyTemplate):
                 f"rollout.tools, rollout.environment: the chat template of {name} does not render calls of tools and "
                 "their results; use a policy that was trained with tools, or set its tokenizer's chat template"
             )
-        has_grammar = any(getattr(tokenizer, each, None) for each in GRAMMARS)
+        has_grammar = _has_grammar(tokenizer)
         try:
             tokenizer = copy.deepcopy(tokenizer)  # the given one is saved with the policy
             if not has_grammar:
@@ -325,17 +344,19 @@ def assistant_messages(
 ) -> list[dict[str, Any]]:
     """Return the message of each completion, (B,): its text, or its parts where the tokenizer has a grammar for them.
 
+    Each is read as a turn of `ReplyTemplate`, under the limits of `turn_reader`: grammars may come from a stranger's
+    policy, and the texts from any policy.
+
     Args:
         prompts: (B,) token ids of the rendered prompts.
         completions: (B,) token ids.
-    """
-    if any(getattr(tokenizer, grammar, None) is not None for grammar in GRAMMARS):
-        from trl.chat_template_utils import parse_response
 
-        return [
-            parse_response(tokenizer, list(own), prefix=list(prompt), tools=None)
-            for own, prompt in zip(completions, prompts, strict=True)
-        ]
+    Raises:
+        ToolError: the process that reads turns cannot run.
+    """
+    if _has_grammar(tokenizer):
+        pairs = zip(prompts, completions, strict=True)
+        return [_read_message(tokenizer, prompt, own, NO_TOOLS)[0] for prompt, own in pairs]
     from grpo_ray.models.tokenizer import decode_texts
 
     return [{"role": "assistant", "content": text} for text in decode_texts(tokenizer, completions)]

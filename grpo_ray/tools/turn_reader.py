@@ -51,10 +51,14 @@ class TurnReader(LimitedProcess):
 
         Raises:
             UnreadTurnError: the turn exceeds a limit.
-            ValueError: the turn has a malformed call.
+            ValueError: the turn has a malformed call, or the grammar is malformed.
             ToolError: the process cannot run.
         """
-        if (marks := count_marks(text, grammar)) > MAX_MARKS:
+        try:
+            marks = count_marks(text, grammar)
+        except (AttributeError, TypeError):  # the tokenizer of a stranger's policy may have anything in its place
+            raise ValueError("the grammar is malformed") from None
+        if marks > MAX_MARKS:
             raise UnreadTurnError(f"the turn has {marks} opening marks; at most {MAX_MARKS} are read")
         try:
             answer = self.ask(json.dumps([text, grammar, prefix, tools]).encode())

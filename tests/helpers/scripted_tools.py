@@ -10,6 +10,8 @@ from grpo_ray.tools.sandbox.protocol import CallResult
 
 Answer = CallResult | Future[CallResult] | str | None
 """Result of a request; a text is that of a successful one, and a future is settled by the test."""
+HOSTILE_CALL = "<tool_call><function=a>" + "<parameter=a>" * 20 + " " * 4000 + "</tool_call>"
+"""The pattern of Qwen 3.5's parameters takes a time that grows with the cube of its length: more than a minute here."""
 
 
 @cache

@@ -298,6 +298,8 @@ TESTS: Mapping[str, tuple[str, ...]] = {
     "text-calls": (
         "unit/tools/test_template.py::test_parse_of_anything_is_a_turn",
         "unit/tools/test_template.py::test_parse_of_deep_nesting_is_text",
+        "unit/tools/test_template.py::test_message_of_a_call_that_cannot_be_read_is_text",
+        "unit/tools/test_template.py::test_message_of_a_text_of_cubic_time_is_text",
         f"{TURNS}::test_reader_thousands_of_thoughts_are_not_read",
         f"{TURNS}::test_reader_text_of_cubic_time_is_not_read_and_the_next_is",
         f"{TURNS}::test_reader_nested_brackets_are_no_crash",

@@ -25,7 +25,7 @@ from grpo_ray.errors import RewardError, ToolError
 from grpo_ray.processes.limited_process import StartError
 from grpo_ray.rewards.code import program_driver, values
 from grpo_ray.rewards.code.assertions import call_key, checker
-from grpo_ray.rewards.code.program_driver import MARK, WALL_FACTOR, WALL_SECONDS, output_hash
+from grpo_ray.rewards.code.program_driver import MARK, output_hash, wall_limit
 from grpo_ray.tools.definitions import NO_TOOLS, RolloutDefinition
 from grpo_ray.tools.sandbox.pool import EpisodePool, SandboxLimits
 
@@ -36,6 +36,8 @@ MAX_ROUNDS = 64
 """Rounds of calls after which a test that still needs another call has failed."""
 MAX_TIMEOUTS = 2
 """Inputs, or calls of tests, that may hit the time limit; all later ones count as if they did, and are not run."""
+MAX_RESULT_CHARS = 32 << 20
+"""Characters of JSON of all results of a program's calls; further results are not kept, and fail their tests."""
 CACHE_SIZE = 8_192
 
 
@@ -53,8 +55,18 @@ class Limits:
     @property
     def wall_seconds(self) -> float:
         """Time limit of one interpreter, for programs that evade the limits of their processes."""
-        of_process = WALL_FACTOR * self.cpu_seconds + WALL_SECONDS
-        return 60.0 + (MAX_TIMEOUTS + 1) * of_process + INPUTS_AT_ONCE * self.cpu_seconds
+        return 60.0 + (MAX_TIMEOUTS + 1) * wall_limit(self.cpu_seconds) + INPUTS_AT_ONCE * self.cpu_seconds
+
+    def program_seconds(self, tests: int) -> float:
+        """Time limit of all interpreters of a program together: a program decides how many of them its calls need.
+
+        The limit of one interpreter covers starts and timeouts. Twice the CPU time of each test leaves time to an
+        honest program that needs nearly all of it, while other processes use the cores too.
+
+        Args:
+            tests: number of the program's tests.
+        """
+        return self.wall_seconds + 2 * self.cpu_seconds * tests
 
 
 @dataclass(frozen=True)
@@ -70,6 +82,18 @@ class ProgramVerdict:
     def share(self) -> float:
         """Share of the tests that the program passes, 0 to 1."""
         return sum(self.passed) / len(self.passed)
+
+
+@dataclass
+class ProgramRun:
+    """Processes of a program that is graded, and their limits over all of its tests."""
+
+    program: str
+    episode: Any
+    seconds: float
+    """Time that its interpreters may still take."""
+    result_chars: int
+    """Characters that the results of its further calls may have."""
 
 
 class CodeGrader:
@@ -117,9 +141,10 @@ class CodeGrader:
         if not program:
             return ProgramVerdict((False,) * len(tests), 0)
         episode = self._pool.open(None, 0, {}, 0)
+        run = ProgramRun(program, episode, self.limits.program_seconds(len(tests)), MAX_RESULT_CHARS)
         try:
-            of_outputs = self._run_on_inputs(episode, program, [each for each in tests if isinstance(each, StdinTest)])
-            of_calls = self._run_assertions(episode, program, [each for each in tests if isinstance(each, AssertTest)])
+            of_outputs = self._run_on_inputs(run, [each for each in tests if isinstance(each, StdinTest)])
+            of_calls = self._run_assertions(run, [each for each in tests if isinstance(each, AssertTest)])
         except (ToolError, StartError) as error:
             raise RewardError(f"code_tests: {error}") from None
         finally:
@@ -128,12 +153,14 @@ class CodeGrader:
         passed = tuple(next(outputs) if isinstance(each, StdinTest) else next(calls) for each in tests)
         return ProgramVerdict(passed, of_outputs[1] + of_calls[1])
 
-    def _run_on_inputs(self, episode: Any, program: str, tests: Sequence[StdinTest]) -> tuple[list[bool], int]:
+    def _run_on_inputs(self, run: ProgramRun, tests: Sequence[StdinTest]) -> tuple[list[bool], int]:
         passed, timeouts = [False] * len(tests), 0
         for first in range(0, len(tests), INPUTS_AT_ONCE):
+            if timeouts >= MAX_TIMEOUTS or run.seconds <= 0:
+                return passed, timeouts + len(tests) - first
             part = tests[first : first + INPUTS_AT_ONCE]
             asked = [each.input for each in part]
-            results, rest = self._run(episode, program, inputs=asked, max_timeouts=MAX_TIMEOUTS - timeouts)
+            results, rest = self._run(run, inputs=asked, max_timeouts=MAX_TIMEOUTS - timeouts)
             if not results:  # the interpreter has reached its own limit, or the program has broken it
                 return passed, timeouts + 1
             for number, test in enumerate(part):
@@ -142,7 +169,7 @@ class CodeGrader:
                 timeouts += result.get("status") == "timeout"
         return passed, timeouts
 
-    def _run_assertions(self, episode: Any, program: str, tests: Sequence[AssertTest]) -> tuple[list[bool], int]:
+    def _run_assertions(self, run: ProgramRun, tests: Sequence[AssertTest]) -> tuple[list[bool], int]:
         """Run the tests of functions, in rounds: make the calls that they need, then run them again."""
         known: dict[str, Any] = {}
         open_tests, passed = dict(enumerate(tests)), [False] * len(tests)
@@ -153,13 +180,15 @@ class CodeGrader:
         for _ in range(MAX_ROUNDS):
             calls = []
             for number, test in list(open_tests.items()):
-                outcome = self._ask_checker(test, known)
+                # Not the results of other tests: a program of many tests with large results would take minutes.
+                results = {key: known[key] for key in keys[number] if key in known}
+                outcome = self._ask_checker(test, results)
                 if not isinstance(outcome, dict):
                     passed[number] = outcome is True
                     del open_tests[number]
                     continue
                 own = [outcome]
-                further = None if number in unlisted else self._ask_checker(test, known, only_list=True)
+                further = None if number in unlisted else self._ask_checker(test, results, only_list=True)
                 if further is None:
                     unlisted.add(number)
                 else:
@@ -168,39 +197,48 @@ class CodeGrader:
                 calls += own
             if not open_tests:
                 break
-            self._make_calls(episode, program, calls, known)
+            self._make_calls(run, calls, known)
         late = {key for key, result in known.items() if result.get("status") == "timeout"}
         # A passed test may have such a call among those that were listed ahead, without having needed it.
         return passed, sum(not has and not late.isdisjoint(own) for has, own in zip(passed, keys, strict=True))
 
-    def _ask_checker(self, test: AssertTest, known: Mapping[str, Any], only_list: bool = False) -> Any:
-        """Return the checker's answer; None if the test exceeds its limits."""
-        answer = checker.ask(json.dumps([test.source, known, only_list]).encode("utf-8", "surrogatepass"))
+    def _ask_checker(self, test: AssertTest, results: Mapping[str, Any], only_list: bool = False) -> Any:
+        """Return the checker's answer; None if the test exceeds its limits.
+
+        Args:
+            results: known results of the test's calls.
+        """
+        answer = checker.ask(json.dumps([test.source, results, only_list]).encode("utf-8", "surrogatepass"))
         return None if answer is None else json.loads(answer)
 
-    def _make_calls(self, episode: Any, program: str, calls: Sequence[Any], known: dict[str, Any]) -> None:
+    def _make_calls(self, run: ProgramRun, calls: Sequence[Any], known: dict[str, Any]) -> None:
         """Make calls of the program's functions, and add their results to `known`."""
         waiting = [call for key, call in {call_key(call): call for call in calls}.items() if key not in known]
         timeouts = sum(result.get("status") == "timeout" for result in known.values())  # of earlier rounds
         while waiting:
-            if timeouts >= MAX_TIMEOUTS:
+            if timeouts >= MAX_TIMEOUTS or run.seconds <= 0:
                 known |= {call_key(call): {"status": "timeout"} for call in waiting}
                 return
             part = waiting[:CALLS_AT_ONCE]
-            results, rest = self._run(episode, program, calls=part, max_timeouts=MAX_TIMEOUTS - timeouts)
+            results, rest = self._run(run, calls=part, max_timeouts=MAX_TIMEOUTS - timeouts)
             is_cut = rest == program_driver.CUT and bool(results)  # with a result in each turn, so that the loop ends
             done = [number for number in range(len(part)) if number in results or not is_cut]
             for number in done:
                 result = results.get(number, {"status": rest or "crash"})
                 timeouts += result.get("status") == "timeout"
+                run.result_chars -= len(json.dumps(result))
+                if run.result_chars < 0:
+                    result = {"status": "timeout" if result.get("status") == "timeout" else "output"}
                 known[call_key(part[number])] = result
             waiting = [call for number, call in enumerate(part) if number not in done] + waiting[CALLS_AT_ONCE:]
 
-    def _run(self, episode: Any, program: str, **asked: Any) -> tuple[dict[int, Any], str]:
+    def _run(self, run: ProgramRun, **asked: Any) -> tuple[dict[int, Any], str]:
         """Run the driver in a new interpreter; return its results by number, and the status of the missing ones."""
-        request = json.dumps({"program": program, "cpu_seconds": self.limits.cpu_seconds, **asked})
-        output = episode.call("python", {"code": f"{_driver()}\nmain({request!r})\n"}).result()
-        return read_results(output.text or "", len(asked.get("inputs") or asked["calls"]))
+        request = json.dumps({"program": run.program, "cpu_seconds": self.limits.cpu_seconds, **asked})
+        called = run.episode.call("python", {"code": f"{_driver()}\nmain({request!r})\n"}).result()
+        run.seconds -= called.seconds
+        results, rest = read_results(called.text or "", len(asked.get("inputs") or asked["calls"]))
+        return results, "timeout" if called.status == "timeout" else rest
 
 
 def read_results(text: str, asked: int) -> tuple[dict[int, Any], str]:
@@ -223,7 +261,7 @@ def read_results(text: str, asked: int) -> tuple[dict[int, Any], str]:
             if "value" in result:  # a value that cannot be decoded is not a result
                 values.decode(result["value"])
                 values.decode(result.get("args"))
-                json.dumps(result)
+            json.dumps(result)
         except Exception:  # untrusted: a program can write any text, and no text may end the run
             continue
         if isinstance(result, dict) and type(number) is int and 0 <= number < asked:

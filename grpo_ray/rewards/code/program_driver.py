@@ -129,7 +129,7 @@ def serve_calls(asked: dict[str, Any], pipe: int) -> None:
         os.dup2(os.open(os.devnull, os.O_RDWR), descriptor)
     report = os.fdopen(pipe, "w", encoding="utf-8", closefd=False)
     try:
-        namespace = execute(asked["program"], "solution")
+        namespace = load(asked)
     except BaseException as error:  # a program may raise anything
         for number in range(len(asked["calls"])):
             write(report, number, {"error": type(error).__name__}, "")
@@ -156,6 +156,17 @@ def serve_calls(asked: dict[str, Any], pipe: int) -> None:
             result = {"packed": packed} if len(packed) <= VALUE_CHARS else {"status": "output"}
         timeouts += status == "timeout"
         chars += write(report, number, {**result, "cpu": cpu}, "")
+
+
+def load(asked: dict[str, Any]) -> dict[str, Any]:
+    """Run the program as a module, and return its namespace; end this process at the limits of one test."""
+    own = {signal.ITIMER_PROF: asked["cpu_seconds"], signal.ITIMER_REAL: wall_limit(asked["cpu_seconds"])}
+    before = {timer: signal.setitimer(timer, seconds)[0] for timer, seconds in own.items()}
+    try:
+        return execute(asked["program"], "solution")
+    finally:  # each call has timers of its own
+        for timer, seconds in before.items():
+            signal.setitimer(timer, seconds)
 
 
 def answer(namespace: dict[str, Any], call: dict[str, Any], pipe: int) -> None:
@@ -195,6 +206,11 @@ def execute(program: str, name: str) -> dict[str, Any]:
     return module.__dict__
 
 
+def wall_limit(cpu_seconds: float) -> float:
+    """Return the limit of a process's wall time in seconds."""
+    return WALL_FACTOR * cpu_seconds + WALL_SECONDS
+
+
 def in_child(work: Callable[[int], None], cpu_seconds: float) -> tuple[bytes, float, str]:
     """Run `work` in a fork with a limit of CPU time.
 
@@ -204,7 +220,7 @@ def in_child(work: Callable[[int], None], cpu_seconds: float) -> tuple[bytes, fl
         signals on some systems).
     """
     readable, writable = os.pipe()
-    wall_seconds = WALL_FACTOR * cpu_seconds + WALL_SECONDS
+    wall_seconds = wall_limit(cpu_seconds)
     if (pid := os.fork()) == 0:
         code = 1
         try:

@@ -2,7 +2,11 @@
 
 import itertools
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
+from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +17,13 @@ from grpo_ray.config.loader import load_config
 from grpo_ray.data.program_tests import AssertTest, StdinTest, parse_tests
 from grpo_ray.data.stream import open_splits
 from grpo_ray.errors import DataError, RewardError
-from grpo_ray.rewards.code.assertions import is_result
-from grpo_ray.rewards.code.grading import CodeGrader, Limits, read_results
+from grpo_ray.rewards.code import grading
+from grpo_ray.rewards.code.assertions import checker, is_result
+from grpo_ray.rewards.code.grading import CodeGrader, Limits, ProgramRun, ProgramVerdict, read_results
 from grpo_ray.rewards.code.program_text import program_of
 from grpo_ray.rewards.code.values import NotPlainError, decode, encode
 from grpo_ray.rewards.registry import load_reward
+from grpo_ray.tools.sandbox.protocol import CallResult, Status
 
 LIMITS = Limits(cpu_seconds=0.5, memory_gib=1.0, isolation="required", parallel=2)
 CASES = cases()
@@ -107,6 +113,32 @@ def test_timeouts_end_the_tests_of_a_program(grader: CodeGrader) -> None:
     assert verdict.passed == (True,) + (False,) * 19 and verdict.timeouts == 19
 
 
+@pytest.mark.parametrize("loading", ["while True: pass", "import time\ntime.sleep(10**6)"], ids=["computes", "waits"])
+def test_loading_has_the_limits_of_one_test(loading: str) -> None:
+    """All calls together may take far more: 50 s of CPU time, and 510 s."""
+    script = (
+        "from grpo_ray.rewards.code import program_driver as driver\n"
+        "driver.WALL_FACTOR, driver.WALL_SECONDS = 10.0, 0.0\n"
+        f"asked = {{'program': {loading!r}, 'cpu_seconds': 0.2, 'calls': [{{}}] * 249, 'max_timeouts': 2}}\n"
+        "data, cpu, status = driver.in_child(lambda pipe: driver.serve_calls(asked, pipe), 50.0)\n"
+        "print(data, cpu < 10, status)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout == "b'' True timeout\n"
+
+
+def test_program_that_never_loads_hits_the_limit_in_all_tests(grader: CodeGrader) -> None:
+    verdict = grader.grade("while True: pass", parse_tests([f"assert f({n}) == 1" for n in range(20)]))
+    assert verdict.passed == (False,) * 20 and verdict.timeouts == 20
+
+
+def test_program_that_needs_time_to_load_has_the_whole_limit_in_each_call(grader: CodeGrader) -> None:
+    """The limit is 0.5 s; loading and one call take 0.6 s together."""
+    busy = "import time\ndef work():\n    end = time.process_time() + 0.3\n    while time.process_time() < end: pass\n"
+    program = busy + "work()\ndef f(n):\n    work()\n    return n"
+    assert grader.grade(program, parse_tests(["assert f(1) == 1", "assert f(2) == 2"])).passed == (True, True)
+
+
 class Counting(CodeGrader):
     """Grader of a program whose `f(n)` returns n + 1, and hits the time limit for n of at least 100."""
 
@@ -114,7 +146,7 @@ class Counting(CodeGrader):
         super().__init__(LIMITS)
         self.timeouts = 0
 
-    def _run(self, episode: Any, program: str, **asked: Any) -> tuple[dict[int, Any], str]:
+    def _run(self, run: ProgramRun, **asked: Any) -> tuple[dict[int, Any], str]:
         results: dict[int, Any] = {}
         timeouts = 0
         for number, call in enumerate(asked["calls"]):
@@ -155,6 +187,93 @@ def test_timeouts_are_limited_over_all_rounds(counting: Counting) -> None:
     calls = ["100", "f(0) + 100", "f(f(0)) + 100", "f(f(f(0))) + 100", "f(f(f(f(0)))) + 100"]
     verdict = counting.grade("def f(n): ...", parse_tests([f"assert f({call}) == 0" for call in calls]))
     assert verdict.passed == (False,) * 5 and verdict.timeouts == 5 and counting.timeouts == 2
+
+
+class SlowInterpreters:
+    """Pool and episode whose interpreters take a time, print the results of a hostile program, and make no call."""
+
+    def __init__(self, printed: str, seconds: float, status: Status = "ok") -> None:
+        self.result = CallResult(status, printed, seconds=seconds)
+        self.started = 0
+
+    def open(self, *arguments: Any) -> "SlowInterpreters":
+        return self
+
+    def call(self, name: str, arguments: dict[str, Any]) -> "Future[CallResult]":
+        self.started += 1
+        future: Future[CallResult] = Future()
+        future.set_result(self.result)
+        return future
+
+    def close(self) -> None:
+        pass
+
+
+def grade_slowly(interpreters: SlowInterpreters, tests: Any) -> ProgramVerdict:
+    grader = CodeGrader(replace(LIMITS, cpu_seconds=5.0))
+    grader._pool = interpreters  # type: ignore[assignment]
+    verdict = grader.grade("...", parse_tests(tests))
+    grader.close()
+    return verdict
+
+
+CUT_AFTER_ONE = '\x1e{"number": 0, "value": 1}\n\x1e{"rest": "cut"}\n'
+
+
+def test_program_that_makes_one_call_per_interpreter_is_ended() -> None:
+    """The limit is 290 s for one interpreter and 2 * 5 s for each of 20 tests, 490 s: used up by the third of 200 s."""
+    slow = SlowInterpreters(CUT_AFTER_ONE, 200.0)
+    verdict = grade_slowly(slow, [f"assert f({n}) == 1" for n in range(20)])
+    assert slow.started == 3 and verdict.passed == (True,) * 3 + (False,) * 17 and verdict.timeouts == 17
+
+
+def test_program_that_uses_its_whole_time_is_not_ended() -> None:
+    """20 tests may take 5 s each, and an interpreter needs time to start."""
+    slow = SlowInterpreters(CUT_AFTER_ONE, 5.0 + 10.0)
+    verdict = grade_slowly(slow, [f"assert f({n}) == 1" for n in range(20)])
+    assert slow.started == 20 and verdict.passed == (True,) * 20 and verdict.timeouts == 0
+
+
+def test_program_that_delays_each_part_of_its_inputs_is_ended() -> None:
+    """The limit is 290 s + 50 * 2 * 5 s = 790 s, used up by the third interpreter; each runs 10 inputs."""
+    slow = SlowInterpreters('\x1e{"number": 0, "hash": "x"}\n', 280.0)
+    verdict = grade_slowly(slow, {"inputs": ["1"] * 50, "outputs": ["1"] * 50})
+    assert slow.started == 3 and verdict.passed == (False,) * 50 and verdict.timeouts == 20
+
+
+def test_interpreter_that_reaches_its_limit_is_a_timeout_of_all_calls() -> None:
+    slow = SlowInterpreters("", 290.0, "timeout")
+    verdict = grade_slowly(slow, [f"assert f({n}) == 1" for n in range(20)])
+    assert slow.started == 1 and verdict.passed == (False,) * 20 and verdict.timeouts == 20
+
+
+def test_each_test_is_checked_with_the_results_of_its_own_calls(
+    grader: CodeGrader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The results of all 50 tests together have 5 MB."""
+    sizes: list[int] = []
+    ask = checker.ask
+
+    def measure(request: bytes) -> bytes | None:
+        sizes.append(len(request))
+        return ask(request)
+
+    monkeypatch.setattr(checker, "ask", measure)
+    shared = ["assert f(f(1)) == f(0)", "assert len(f(f(1))) == 100_000", "assert f(0) == f(1)[:5]"]
+    tests = parse_tests([*(f"assert f({n}) == 'a' * 100_000" for n in range(50)), *shared])
+    verdict = grader.grade("def f(n): return 'a' * 100_000", tests)
+    assert verdict.passed == (True,) * 52 + (False,) and verdict.timeouts == 0
+    assert 100_000 < max(sizes) < 1_000_000
+
+
+def test_results_of_a_program_are_limited_in_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each result has more than 100 characters and fewer than 150."""
+    monkeypatch.setattr(grading, "MAX_RESULT_CHARS", 450)
+    value = "a" * 80
+    printed = "".join(f'\x1e{{"number": {n}, "value": "{value}"}}\n' for n in range(9))
+    interpreters = SlowInterpreters(printed, 1.0)
+    verdict = grade_slowly(interpreters, [f"assert len(f({n})) == 80" for n in range(9)])
+    assert verdict.passed == (True,) * 4 + (False,) * 5 and verdict.timeouts == 0 and interpreters.started == 1
 
 
 @pytest.mark.parametrize(

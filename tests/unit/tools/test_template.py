@@ -11,13 +11,13 @@ import pytest
 import trl
 from hypothesis import given
 from hypothesis import strategies as st
-from scripted_tools import encode, tool_tokenizer
+from scripted_tools import HOSTILE_CALL, encode, tool_tokenizer
 
 from grpo_ray.config.schema import RolloutConfig
 from grpo_ray.errors import ConfigError
 from grpo_ray.models.demonstrations import TOOL_SPECIAL_TOKENS
 from grpo_ray.tools.definitions import NO_TOOLS, load_definition
-from grpo_ray.tools.template import AssistantTurn, ReplyTemplate, ToolTemplate
+from grpo_ray.tools.template import AssistantTurn, ReplyTemplate, ToolTemplate, assistant_messages
 
 CONTROL_IDS = set(encode("".join(TOOL_SPECIAL_TOKENS)))
 TOOLS = load_definition(RolloutConfig(tools=("grpo_ray.tools.examples:multiply",))).shared
@@ -126,6 +126,43 @@ def test_parse_of_anything_is_a_turn(text: str, calls: bool) -> None:
     assert turn.message["role"] == "assistant" and isinstance(turn.message["content"], str)
     json.dumps(turn.message, ensure_ascii=False).encode()
     assert all(isinstance(call.name, str) for call in turn.calls)
+
+
+# Completions of one turn
+
+
+def message_of(text: str, tokenizer: Any = None) -> dict[str, Any]:
+    (message,) = assistant_messages(tokenizer or tool_tokenizer(), [PREFIX], [encode(text)])
+    return message
+
+
+def test_message_of_a_completion_has_its_calls() -> None:
+    message = message_of('Well <|call|>{"name": "multiply", "arguments": {"a": 6}}<|end|>')
+    call = {"type": "function", "function": {"name": "multiply", "arguments": {"a": 6}}}
+    assert message == {"role": "assistant", "content": "Well", "tool_calls": [call]}
+
+
+@pytest.mark.parametrize("text", ["[" * 5000, '{"a":' * 5000, "{"], ids=["arrays", "objects", "malformed"])
+def test_message_of_a_call_that_cannot_be_read_is_text(text: str) -> None:
+    assert message_of(f"<|call|>{text}<|end|>") == {"role": "assistant", "content": text}
+
+
+def test_message_has_no_lone_surrogates() -> None:
+    message = message_of(r'<|call|>{"name": "n\ud800", "arguments": {"k\udfff": "v\ud800"}}<|end|>')
+    assert message["tool_calls"][0]["function"] == {"name": "n?", "arguments": {"k?": "v?"}}
+
+
+@pytest.mark.long
+def test_message_of_a_text_of_cubic_time_is_text() -> None:
+    from trl.chat_template_utils import qwen3_5_template
+
+    message = message_of(HOSTILE_CALL, changed(response_template=qwen3_5_template))
+    assert message == {"role": "assistant", "content": HOSTILE_CALL}
+
+
+@pytest.mark.parametrize("grammar", ["x", {"fields": ["x"]}, {"fields": {"x": {"open": [{}]}}}], ids=str)
+def test_message_under_a_malformed_grammar_is_text(grammar: Any) -> None:
+    assert message_of("yes<|end|>", changed(response_template=grammar)) == {"role": "assistant", "content": "yes"}
 
 
 # Results

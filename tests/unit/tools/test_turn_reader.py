@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from scripted_tools import HOSTILE_CALL
 from transformers.utils.chat_parsing import parse_response
 from trl import chat_template_utils as trl_templates
 
@@ -29,8 +30,6 @@ SCHEMAS = [
         },
     }
 ]
-HOSTILE_CALL = "<tool_call><function=a>" + "<parameter=a>" * 20 + " " * 4000 + "</tool_call>"
-"""The pattern of Qwen 3.5's parameters takes a time that grows with the cube of its length: more than a minute here."""
 
 
 @pytest.fixture(scope="module")
