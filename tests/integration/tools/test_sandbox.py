@@ -383,7 +383,7 @@ def test_files_of_many_episodes_are_measured_in_a_small_share_of_time(
     monkeypatch.setattr(supervisor, "disk_excess", measure)
     monkeypatch.setattr(supervisor, "time", SimpleNamespace(monotonic=lambda: seconds[0]))
     bare_supervisor.episodes = {number: supervisor._Episode({}) for number in range(episodes)}
-    bare_supervisor._disk_excess(bare_supervisor.episodes[0], [])
+    bare_supervisor._disk_excess(bare_supervisor.episodes[0], [], [])
     assert bare_supervisor.episodes[0].next_disk_check == pytest.approx(7.0 + pause)
 
 

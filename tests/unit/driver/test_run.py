@@ -221,7 +221,7 @@ def test_best_checkpoint_is_chosen_after_missed_measurements(
     folder = RunFolder(str(tmp_path), "run")
     for step, metrics in ((4, {"heldout/accuracy": 0.5, "reward/mean": 0.9}), (8, {"reward/mean": 0.8})):
         manifest = {"metrics": {"step": step, **metrics}, "serial": step, "files": {}}
-        measured_on = {"heldout": {}} if step == 4 else None
+        measured_on: dict[str, Any] | None = {"heldout": {}} if step == 4 else None
         folder.write_json(manifest | {"measured_on": measured_on}, f"checkpoint-{step:06d}", "manifest.json")
     measure = Measure(accuracy, 0.0, 1.0, 4)
     result = EvaluationResult(4, 0, 1, measure, measure, None, 0.0, 1.0)

@@ -228,9 +228,11 @@ def test_upload_superseded_while_it_copies_its_last_file_lists_none(folder: RunF
 
 def test_attempt_superseded_directly_before_its_commit_publishes_nothing(folder: RunFolder, tmp_path: Path) -> None:
     fence = FencingToken.take(folder)
-    uploader = CheckpointUploader(
-        folder, 0, 1, {"step": 1}, 1, 5.0, print, before_commit=lambda: FencingToken.take(folder) and None, fence=fence
-    )
+
+    def before_commit() -> None:
+        FencingToken.take(folder)  # by another attempt
+
+    uploader = CheckpointUploader(folder, 0, 1, {"step": 1}, 1, 5.0, print, before_commit, fence)
     with pytest.raises(SupersededError):
         uploader(ray.train.Checkpoint.from_directory(str(parts(tmp_path, 1)[0])), "checkpoint-000001")
     assert list_checkpoints(folder) == []
