@@ -1128,8 +1128,8 @@ FAULTS = (
     Fault(
         "base-in-four-bits-not-compared",
         "inference/quantized_base.py",
-        "if not difference < TOLERANCE:",
-        "if difference > 100:",
+        "if not error <= TOLERANCE * size:",
+        "if error > 100 * size:",
     ),
     Fault(
         "shared-weights-may-change",
@@ -1643,8 +1643,8 @@ FAULTS = (
     Fault(
         "ledger-error-is-retried",
         "resilience/error_triage.py",
-        '    LedgerError,\n    RolloutError,\n    SupersededError,\n)\n"""',
-        '    RolloutError,\n    SupersededError,\n)\n"""',
+        '    LedgerError,\n    RefusedRewardError,\n    RolloutError,\n    SupersededError,\n)\n"""',
+        '    RefusedRewardError,\n    RolloutError,\n    SupersededError,\n)\n"""',
     ),
     Fault(
         "bad-gradient-of-one-worker-not-skipped",

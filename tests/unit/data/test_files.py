@@ -517,7 +517,12 @@ def test_open_dataset_passes_columns_and_system_prompt(tmp_path: Path) -> None:
 
 def test_open_dataset_deepmath_reads_the_hub_parquet_files(monkeypatch: pytest.MonkeyPatch) -> None:
     requests = []
-    monkeypatch.setattr(deepmath, "file_shards", lambda paths, *settings: requests.append((paths, settings)))
+
+    def no_shards(paths: str, *settings: object) -> list[Any]:
+        requests.append((paths, settings))
+        return []
+
+    monkeypatch.setattr(deepmath, "file_shards", no_shards)
     open_dataset("deepmath", "train", DataConfig(system_prompt="Be brief."))
     assert requests == [(f"hf://datasets/{HUB_ID}/data/train-*.parquet", ({}, "Be brief."))]
 
