@@ -15,7 +15,12 @@ from grpo_ray.inference.pool.messages import EngineFacts
 from grpo_ray.inference.pool.pool import EnginePool
 
 COMPLETIONS = 12
-SETTINGS = ("grpo.max_completion_length=24", "cluster.num_workers=1", "cluster.cpus_per_worker=1")
+SETTINGS = (
+    "grpo.max_completion_length=24",
+    "cluster.num_workers=1",
+    "cluster.cpus_per_worker=1",
+    "cluster.threads_per_worker=1",
+)
 
 
 class OpenProcess(EngineProcess):
