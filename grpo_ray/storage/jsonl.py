@@ -282,6 +282,21 @@ def save_metrics_history(checkpoint: Path, rows: Iterable[Mapping[str, Any]]) ->
     (checkpoint / MetricsFile.NAME).write_bytes(b"".join(map(_to_line, rows)))
 
 
+def restore_metrics(folder: RunFolder, checkpoint: str, step: int) -> None:
+    """Add the rows of `metrics.jsonl` up to a checkpoint that a killed driver has not written, from the checkpoint.
+
+    For a run that is not launched again; a launch does it itself. Without a readable copy in the checkpoint, nothing is
+    added.
+
+    Args:
+        checkpoint: name of the run's latest checkpoint.
+        step: step of the checkpoint.
+    """
+    with suppress(OSError, ValueError):  # DamagedFileError is a ValueError
+        lines = folder.read_bytes(checkpoint, MetricsFile.NAME).splitlines()
+        MetricsFile(folder).resume(step, [row for row in map(json.loads, lines) if MetricsFile.is_row(row)])
+
+
 def load_metrics_history(checkpoint: Path) -> deque[dict[str, Any]]:
     """Read the metrics of the latest steps up to a checkpoint, at most `HISTORY_ROWS`. Raises CheckpointError."""
     path = checkpoint / MetricsFile.NAME

@@ -24,6 +24,7 @@ from grpo_ray.resilience.error_triage import describe_worker_error
 from grpo_ray.resilience.hangup import survives_hangup
 from grpo_ray.resilience.ray_internals import has_autoscaler, orphaned_placement_groups
 from grpo_ray.storage import checkpoints
+from grpo_ray.storage.jsonl import restore_metrics
 from grpo_ray.storage.lease import RunLease
 from grpo_ray.storage.numbers import to_finite
 from grpo_ray.storage.run_folder import RunFolder
@@ -394,6 +395,10 @@ class SweepRunner:
         assert rung is not None and rungs is not None
         values = {each.trial.name: self._facts[each.trial.name].value for each in self.state.active}
         kept = choose(values, rungs.keep)
+        for name in values.keys() - set(kept):  # their drivers write no more, and may have been killed with a row
+            folder = self._trial_folder(name)
+            for latest in checkpoints.list_checkpoints(folder)[-1:]:
+                restore_metrics(folder, latest.name, latest.step)
         self._write(self.state.with_decision(RungDecision(step=rung, values=values, kept=kept)))
         dropped = [name for name in values if name not in kept]
         self.screen.notice(f"step {rung}: {', '.join(kept)} stay; {', '.join(dropped) or 'none'} dropped")

@@ -225,9 +225,7 @@ def test_sweep_killed_at_random_moments_continues(small_run: Callable[..., Any],
     assert "its driver has ended without a result; it is launched again" in output
     assert standings(folder) == {"good": "active", "ruined": "dropped"}, output
     assert [row["step"] for row in rows_of(folder / "good")] == [*range(1, 13)]
-    # The sweep may have been killed between the checkpoint of step 3 and its row, and launches a dropped trial no more.
-    assert [row["step"] for row in rows_of(folder / "ruined")] in ([1, 2], [1, 2, 3])
-    assert sorted((folder / "ruined").glob("checkpoint-*"))[-1].name == "checkpoint-000003"
+    assert [row["step"] for row in rows_of(folder / "ruined")] == [1, 2, 3]
     _, alone = small_run("alone", *settings, quick)
     assert same_weights(latest(folder / "good"), latest(alone))
 

@@ -27,6 +27,7 @@ from grpo_ray.storage.jsonl import (
     MetricsFile,
     load_metrics_history,
     read_metrics,
+    restore_metrics,
     save_metrics_history,
 )
 from grpo_ray.storage.plain_files import describe_unusual
@@ -827,3 +828,20 @@ def fail_to_list(folder: RunFolder, number: int, monkeypatch: pytest.MonkeyPatch
         return list_folder(path)
 
     monkeypatch.setattr(os, "scandir", fail)
+
+
+def test_restore_metrics_adds_the_rows_that_a_killed_driver_has_not_written(tmp_path: Path) -> None:
+    folder = RunFolder(str(tmp_path), "run")
+    metrics = MetricsFile(folder)
+    for step in (1, 2):
+        metrics.add({"step": step, "loss": 0.5, "heldout/accuracy": 0.25})  # measured after the checkpoint was written
+    metrics.flush()
+    (tmp_path / "run" / "checkpoint-000003").mkdir()
+    for _ in range(2):
+        restore_metrics(folder, "checkpoint-000003", 3)  # which has no copy of the rows yet
+        assert [row["step"] for row in read_metrics(folder)] == [1, 2]
+    save_metrics_history(tmp_path / "run" / "checkpoint-000003", [{"step": step, "loss": 0.5} for step in (1, 2, 3)])
+    for _ in range(2):
+        restore_metrics(folder, "checkpoint-000003", 3)
+        rows = list(read_metrics(folder))
+        assert [row["step"] for row in rows] == [1, 2, 3] and rows[1]["heldout/accuracy"] == 0.25
