@@ -395,12 +395,12 @@ class SweepRunner:
         assert rung is not None and rungs is not None
         values = {each.trial.name: self._facts[each.trial.name].value for each in self.state.active}
         kept = choose(values, rungs.keep)
-        for name in values.keys() - set(kept):  # their drivers write no more, and may have been killed with a row
-            folder = self._trial_folder(name)
-            for latest in checkpoints.list_checkpoints(folder)[-1:]:
-                restore_metrics(folder, latest.name, latest.step)
-        self._write(self.state.with_decision(RungDecision(step=rung, values=values, kept=kept)))
         dropped = [name for name in values if name not in kept]
+        for name in dropped:  # no launch follows that would add the rows which a killed sweep has not written
+            folder = self._trial_folder(name)
+            if stored := checkpoints.list_checkpoints(folder):
+                restore_metrics(folder, stored[-1].name, stored[-1].step)
+        self._write(self.state.with_decision(RungDecision(step=rung, values=values, kept=kept)))
         self.screen.notice(f"step {rung}: {', '.join(kept)} stay; {', '.join(dropped) or 'none'} dropped")
 
     def _launch(self) -> None:
